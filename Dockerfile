@@ -13,6 +13,7 @@ RUN pip install --no-cache-dir --no-deps --no-build-isolation .
 COPY celeryconfig.py ./
 COPY tasks ./tasks
 COPY api ./api
+COPY scripts/certificates.py ./scripts/
 
 # /users: the owner of a new volume that is mounted there.
 RUN useradd --system --no-create-home app && install --directory --owner app /users

@@ -64,7 +64,7 @@ ecosystem: .venv/ready ## install other packages of the Celery world into .venv,
 
 # Every kind of use, without the long ones: bodies, deliveries, the relay, dead letters, the command line, the pools, Django.
 QUICK ?= tests/unit tests/integration/test_core.py tests/integration/test_relay.py tests/integration/test_dead_letters.py \
-	tests/integration/test_versions.py tests/integration/test_publishing.py tests/integration/test_bodies.py tests/django \
+	tests/integration/test_versions.py tests/integration/test_tls.py tests/integration/test_publishing.py tests/integration/test_bodies.py tests/django \
 	tests/pipeline/test_cli.py tests/pipeline/test_pools.py
 quick_tests = --numprocesses $(or $(WORKERS),3) --dist loadfile $(QUICK) $(ARGS)
 
@@ -159,7 +159,7 @@ flower: up ## run Flower on 127.0.0.1:5555 with FLOWER_BASIC_AUTH=user:password,
 	fi; \
 	$(with_services) $(VENV)/celery -A tasks flower --address=127.0.0.1 $(ARGS)
 
-doctor: up ## check the set-up for what would lose work or do it twice
+doctor: up ## check the set-up for what would lose work, do it twice or expose it
 	@$(with_services) $(VENV)/idempotency doctor -A tasks $(ARGS)
 
 metrics: migrate ## serve the backlog and all processes' counters for Prometheus on 127.0.0.1:9540

@@ -6,11 +6,11 @@ import os
 from datetime import timedelta
 
 from kombu import Queue
-from pydantic import SecretStr
+from pydantic import FilePath, SecretStr
 from pydantic_settings import BaseSettings
 
 from idempotency.queues import EXCHANGE, quorum_queue
-from idempotency.settings import PREFIX, Settings
+from idempotency.settings import PREFIX, Settings, WebAddress
 
 
 class Environment(BaseSettings):
@@ -21,13 +21,15 @@ class Environment(BaseSettings):
     database_url: SecretStr
     redis_url: SecretStr | None = None
     broker_url: SecretStr
+    # Of the authority that has signed the broker's certificate, for amqps:// or rediss://; by default, the system's.
+    broker_ca_file: FilePath | None = None
     # With it, who may publish to the broker can also stop workers and revoke tasks. Flower's pages about workers need it.
     remote_control: bool = False
     # Only with Redis as the broker, which redelivers an unacknowledged message after this many seconds. Must exceed the
     # hard time limit below; a killed worker's messages come back no sooner.
     broker_visibility_timeout: int = 100
     stripe_api_key: SecretStr = SecretStr("sk_test_sandbox")
-    stripe_api_base: str = "https://api.stripe.com"
+    stripe_api_base: WebAddress = "https://api.stripe.com"
     # Seconds until search finds a new charge. Stripe: under a minute in normal operation
     # (docs.stripe.com/search#data-freshness).
     stripe_search_lag: float = 60.0
@@ -41,7 +43,7 @@ class Environment(BaseSettings):
     # smtps://user:password@host, or smtp://, which means STARTTLS off this machine.
     smtp_url: SecretStr = SecretStr("smtp://127.0.0.1:25")
     mail_from: str = "payments@shop.example"
-    carrier_url: str = "http://127.0.0.1:8430"
+    carrier_url: WebAddress = "http://127.0.0.1:8430"
     # Seconds, as `stripe_timeout`.
     carrier_timeout: float = 10.0
     # How long a return waits for the carrier, and then for the warehouse. In seconds, or as ISO 8601 has it: P5D.
@@ -59,6 +61,13 @@ broker_channel_error_retry = True
 # Notices a dead peer within half a minute; Celery's default takes four.
 broker_heartbeat = 15
 broker_transport_options: dict[str, object] = {"confirm_publish": True}
+# Kombu puts the host of the address in the place of None. Without it, a certificate for any host would do.
+broker_use_ssl: dict[str, object] | None = None
+_ca_file = environment.broker_ca_file and str(environment.broker_ca_file)
+if broker_url.startswith("amqps:"):
+    broker_use_ssl = {"server_hostname": None, "ca_certs": _ca_file}
+elif broker_url.startswith("rediss:"):
+    broker_use_ssl = {"ssl_cert_reqs": "required", "ssl_check_hostname": True, "ssl_ca_certs": _ca_file}
 if not broker_url.startswith("amqp"):
     broker_transport_options = {"visibility_timeout": environment.broker_visibility_timeout}
 

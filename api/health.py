@@ -18,6 +18,7 @@ from idempotency.observe import metrics
 from idempotency.store import schema
 from idempotency.store.overview import Snapshot, monitoring_connection, take_snapshot
 from idempotency.store.statements import describe
+from idempotency.tls import redis_options
 from idempotency.upkeep import overview
 from tasks import app as celery
 from tasks.models import Base
@@ -117,8 +118,13 @@ def _redis() -> str:
     url = runtime_of(celery).settings.redis_url
     if url is None:
         return "not used"
+    address = url.get_secret_value()
     client = redis.Redis.from_url(
-        url.get_secret_value(), socket_timeout=1.0, socket_connect_timeout=1.0, retry=Retry(NoBackoff(), 0)
+        address,
+        **redis_options(address),
+        socket_timeout=1.0,
+        socket_connect_timeout=1.0,
+        retry=Retry(NoBackoff(), 0),
     )
     with client:
         client.ping()

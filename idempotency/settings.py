@@ -7,10 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from difflib import get_close_matches
-from ipaddress import ip_network
 from pathlib import Path
-from string import ascii_letters, digits
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Self, TypeVar
 from urllib.parse import urlsplit
 
 from pydantic import (
@@ -31,7 +29,7 @@ from sqlalchemy.exc import ArgumentError
 from sqlalchemy.orm import Session, sessionmaker
 
 from .errors import CallRefused, SettingsError
-from .hosts import is_loopback
+from .hosts import check_hosts, is_loopback
 from .wire.keys import check_key
 
 PREFIX = "idempotency_"
@@ -43,22 +41,27 @@ SERVICE_LIMIT = 200
 # Characters of a secret that signs messages: as many as the hash has bytes (RFC 2104, section 3).
 SECRET_LENGTH = 32
 
+_Text = TypeVar("_Text", str, SecretStr)
 
-def _web_address(value: SecretStr) -> SecretStr:
+
+def _web_address(value: _Text) -> _Text:
     try:
-        address = urlsplit(value.get_secret_value())
+        address = urlsplit(value.get_secret_value() if isinstance(value, SecretStr) else value)
         host = address.hostname
     except ValueError:
         raise ValueError(NOT_AN_ADDRESS) from None
-    # the address is the only proof that the receiver asks for: in plain text, others could read it
+    # in plain text, others on the way could read what it carries, or answer in its place
     if address.scheme != "https" and not (address.scheme == "http" and is_loopback(host or "")):
         raise ValueError("must begin with https://, or with http:// on this machine")
     return value
 
 
+WebAddress = Annotated[str, AfterValidator(_web_address)]
+
+
 def _keys(value: str) -> str:
     if "://" in value:
-        _web_address(SecretStr(value))
+        _web_address(value)
     elif not Path(value).is_absolute():
         raise ValueError("must be an https address, or the absolute path of a file")
     return value
@@ -81,15 +84,6 @@ def _separated(value: Any) -> Any:
 def _long_enough(value: tuple[SecretStr, ...]) -> tuple[SecretStr, ...]:
     if any(len(each.get_secret_value()) < SECRET_LENGTH for each in value):
         raise ValueError(f"each must have at least {SECRET_LENGTH} characters")
-    return value
-
-
-def _hosts(value: tuple[str, ...]) -> tuple[str, ...]:
-    for each in value:
-        if "/" in each:
-            ip_network(each)  # a ValueError says what is wrong
-        elif not each.isascii() or not set(each) <= {*ascii_letters, *digits, *"-_.:"}:
-            raise ValueError("each must be the name of a host in ASCII, an address, or a network like 10.1.0.0/16")
     return value
 
 
@@ -149,6 +143,9 @@ class Settings(BaseModel):
     session: Annotated[ImportString[Any], AfterValidator(_session)] = Session
     # Redis only saves work; without it, every claim and duplicate goes to Postgres.
     redis_url: Annotated[SecretStr, AfterValidator(_redis_address)] | None = None
+    # Hosts and networks at which Postgres, Redis, the broker and the result backend may be reached in plain text, or over
+    # TLS that does not verify them: where the network itself does. From the environment, separated by commas.
+    plain_text_hosts: Annotated[tuple[str, ...], BeforeValidator(_separated), AfterValidator(check_hosts)] = ()
     # The tenant of calls that name none; keys are unique per tenant.
     tenant: Annotated[str, AfterValidator(_key)] = "default"
 
@@ -218,7 +215,7 @@ class Settings(BaseModel):
     # the issuer and audience of ID tokens, the issuer's keys (a JWKS, as an https address or a file), and the claim with a
     # person's groups. Default: the people of `operators add`.
     people_file: Path | None = None
-    oidc_issuer: str | None = Field(None, min_length=1)
+    oidc_issuer: WebAddress | None = None
     oidc_audience: str | None = Field(None, min_length=1)
     oidc_keys: Annotated[str, AfterValidator(_keys)] | None = None
     oidc_groups: str = Field("groups", min_length=1)
@@ -250,7 +247,7 @@ class Settings(BaseModel):
     report_smtp_url: SecretStr = SecretStr("smtp://127.0.0.1:25")
     # Hosts and networks that webhooks to customers may be sent to although they are not public: names, addresses, networks.
     # From the environment, separated by commas.
-    webhook_allowed_hosts: Annotated[tuple[str, ...], BeforeValidator(_separated), AfterValidator(_hosts)] = ()
+    webhook_allowed_hosts: Annotated[tuple[str, ...], BeforeValidator(_separated), AfterValidator(check_hosts)] = ()
     # Certificates of authorities that endpoints may have beside those that the system trusts, as PEM.
     webhook_ca_file: FilePath | None = None
     # For one POST, from the look-up of the name to the end of the answer.

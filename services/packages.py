@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import platform
 import shutil
 import signal
 import subprocess
@@ -25,7 +24,8 @@ RABBITMQ_PROGRAMS = (
 POLICY = Path("/usr/sbin/policy-rc.d")
 POLICY_BACKUP = Path("/usr/sbin/policy-rc.d.set-aside")
 BLOCK_SERVICES = "#!/bin/sh\n# Temporary, during an installation: no service may start.\nexit 101\n"
-UNITS = ("rabbitmq-server.service", "redis-server.service", "epmd.service", "epmd.socket")  # may be enabled
+# may be enabled
+UNITS = ("rabbitmq-server.service", "redis-server.service", "postgresql.service", "epmd.service", "epmd.socket")
 LOCK = Path("/run/lock/idempotency-packages.lock")
 
 
@@ -40,6 +40,12 @@ def rabbitmq_program() -> Path | None:
             return Path(candidate)
     on_path = shutil.which("rabbitmq-server")
     return Path(on_path) if on_path and not on_path.startswith("/usr/sbin/") else None
+
+
+def postgres_programs() -> Path | None:
+    """The directory of Debian's newest `postgres` and `initdb`, or None."""
+    found = [path for path in Path("/usr/lib/postgresql").glob("[0-9]*/bin") if (path / "initdb").is_file()]
+    return max(found, key=lambda path: int(path.parent.name), default=None)
 
 
 def can_install() -> bool:
@@ -134,9 +140,10 @@ def missing() -> list[str]:
     wanted = []
     if not os.environ.get("BROKER_URL") and rabbitmq_program() is None:
         wanted.append("rabbitmq-server")
-    # The wheel with Redis exists only for these.
-    in_wheel = sys.version_info < (3, 13) and platform.machine() == "x86_64"
-    if not os.environ.get("REDIS_URL") and not in_wheel and shutil.which("redis-server") is None:
+    # Everything else runs on those in wheels, which cannot speak TLS: the tests of TLS need these.
+    if postgres_programs() is None:
+        wanted.append("postgresql")
+    if shutil.which("redis-server") is None:
         wanted.append("redis-server")
     return wanted
 

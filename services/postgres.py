@@ -16,6 +16,7 @@ from urllib.parse import urlencode
 import psycopg
 from psycopg import sql
 
+from services import packages
 from services.server import Server, ServiceError
 
 # Postgres refuses to run as root; this account owns nothing.
@@ -87,7 +88,10 @@ class Postgres(Server):
             self._create_cluster(data)
         settings = {**_SETTINGS, "port": str(self.port), "unix_socket_directories": self._socket_directory}
         options = [part for name, value in settings.items() for part in ("-c", f"{name}={value}")]
-        return [*_as_unprivileged(), find_programs() / "postgres", "-D", data, *options]
+        return [*_as_unprivileged(), self._programs() / "postgres", "-D", data, *options]
+
+    def _programs(self) -> Path:
+        return find_programs()
 
     def _check(self) -> None:
         with psycopg.connect(_plain(self.superuser_url()), connect_timeout=2) as connection:
@@ -107,7 +111,7 @@ class Postgres(Server):
             account = pwd.getpwnam(_ACCOUNT)
             for path in (self.directory, unfinished):
                 os.chown(path, account.pw_uid, account.pw_gid)
-        command = [*_as_unprivileged(), find_programs() / "initdb", "-D", unfinished, "--username=postgres"]
+        command = [*_as_unprivileged(), self._programs() / "initdb", "-D", unfinished, "--username=postgres"]
         command += ["--auth=scram-sha-256", f"--pwfile={password_file}", "--locale=C", "--encoding=UTF8"]
         # A power cut now would only cost an empty cluster.
         command += ["--no-sync", "--no-instructions"]
@@ -148,8 +152,8 @@ def find_programs() -> Path:
     candidates.sort(key=lambda path: int(re.sub(r"\D", "", path.parent.name) or 0), reverse=True)
     on_path = shutil.which("initdb")
     candidates += [Path(on_path).parent] if on_path else []
-    debian = [path for path in Path("/usr/lib/postgresql").glob("*/bin") if path.parent.name.isdecimal()]
-    candidates += sorted(debian, key=lambda path: int(path.parent.name), reverse=True)
+    debian = packages.postgres_programs()
+    candidates += [debian] if debian else []
     for candidate in candidates:
         if (candidate / "postgres").exists() and (candidate / "initdb").exists():
             return candidate

@@ -44,7 +44,10 @@ class Redis(Server):
             "maxmemory-policy noeviction\n"
             "daemonize no\n"
         )
-        return [find_program(), config]
+        return [self._program(), config]
+
+    def _program(self) -> Path:
+        return find_program()
 
     def _check(self) -> None:
         with Client.from_url(self.url, socket_timeout=1, socket_connect_timeout=1) as client:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from ..observe import metrics
 from ..observe.logs import log
+from ..tls import redis_options
 from ..wire.keys import OperationId
 
 if TYPE_CHECKING:
@@ -94,6 +95,7 @@ class Hints:
 
         return redis.Redis.from_url(
             self._url,
+            **redis_options(self._url),
             decode_responses=True,
             socket_timeout=self._timeout,
             socket_connect_timeout=self._timeout,

@@ -18,6 +18,7 @@ from kombu.exceptions import KombuError
 from ..errors import BrokerUnavailable
 from ..observe.logs import log
 from ..queues import QuorumQueue, dead_letter_queues
+from ..tls import amqp_options
 
 # What a broker that is away, or refuses, raises; a socket's time-out is an OSError.
 BROKER_ERRORS = (AMQPError, KombuError, OSError)
@@ -120,7 +121,7 @@ class BrokerChannel:
         if self._channel is not None:
             return self._channel
         options = {**self._app.conf.broker_transport_options}
-        self._broker = self._app.connection_for_write(connect_timeout=5, transport_options=options)
+        self._broker = verifying(self._app.connection_for_write(connect_timeout=5, transport_options=options))
         self._confirms = self._broker.transport.driver_type == "amqp"
         if self._confirms:
             # we count confirms ourselves; and a socket that takes nothing for this long belongs to a dead broker
@@ -130,6 +131,13 @@ class BrokerChannel:
         queues = list(self._app.amqp.queues.values())
         self._channel = declare_queues(self._broker, [*dead_letter_queues(queues), *queues])
         return self._channel
+
+
+def verifying(connection: BrokerConnection) -> BrokerConnection:
+    """The same connection, which over TLS compares the certificate's name with the host's unless it is told otherwise."""
+    if connection.transport.driver_type == "amqp":
+        connection.ssl = amqp_options(connection.ssl)
+    return connection
 
 
 def declare_queues(connection: BrokerConnection, queues: Iterable[Queue]) -> Any:

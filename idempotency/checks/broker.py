@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from celery import Celery
 
 from .. import settings
+from ..broker.channel import verifying
 from ..errors import SettingsError
 from ..hosts import is_loopback
 from ..settings import Settings
@@ -78,18 +79,21 @@ def _is_on_loopback(app: Celery) -> bool:
     """Whether only this machine reaches the broker, by its address."""
     try:
         return is_loopback(app.connection_for_write().hostname or "localhost")
-    except ValueError:
+    except (ValueError, KeyError):
         return False
 
 
 def _speaks_amqp(app: Celery) -> bool:
     """Whether the broker speaks AMQP. Does not connect; raises `ValueError` for an invalid address."""
-    return bool(app.connection_for_write().transport.driver_type == "amqp")
+    try:
+        return bool(app.connection_for_write().transport.driver_type == "amqp")
+    except KeyError:  # kombu's, for a value of ssl_cert_reqs
+        raise ValueError(settings.NOT_AN_ADDRESS) from None
 
 
 def check_broker(app: Celery) -> list[Finding]:
     """Check RabbitMQ's version and the queues it has. Raises the connection's errors if it does not answer."""
-    with app.connection_for_write(connect_timeout=TIMEOUT) as connection:
+    with verifying(app.connection_for_write(connect_timeout=TIMEOUT)) as connection:
         connection.ensure_connection(max_retries=1, interval_start=0, timeout=TIMEOUT)
         if connection.transport.driver_type != "amqp":
             return []

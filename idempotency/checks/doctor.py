@@ -1,4 +1,4 @@
-"""`idempotency doctor`: finds what in the set-up would lose work or do it twice.
+"""`idempotency doctor`: finds what in the set-up would lose work, do it twice or expose it.
 
 Checks the configuration, then each server. Not checked: RabbitMQ policies, which can lower a queue's limits below its
 arguments, and the settings of an application's own database sessions.
@@ -28,26 +28,29 @@ from .settings import (
     read_settings,
 )
 from .tasks import check_longest_runs, check_names, check_options, check_providers, check_retentions
+from .tls import check_tls, is_refused
 from .unreachable import check_server
 
 
 def doctor(app: Celery) -> list[Finding]:
     """Check the application and its servers; returns findings, the worst first. Changes nothing; may take seconds.
 
-    An unreachable server is a finding, not an exception.
+    An unreachable server is a finding, not an exception. One whose address is refused is not asked.
     """
     app.loader.import_default_modules()  # registers the tasks
     settings, findings = read_settings(app)
     findings += check_configuration(app, settings)
     if settings is not None:
-        findings += check_server("database", "idempotency_database_url", lambda: check_database(settings))
+        is_exposed = is_refused(findings, "idempotency_database_url")
+        if not is_exposed:
+            findings += check_server("database", "idempotency_database_url", lambda: check_database(settings))
         if settings.redis_url is None:
             findings.append(warning("redis", "not set", "every claim and duplicate goes to Postgres"))
-        else:
+        elif not is_refused(findings, "idempotency_redis_url"):
             url = settings.redis_url
             # only a warning: without Redis, everything still works, with more round trips
             findings += check_server("redis", "idempotency_redis_url", lambda: check_redis(url), Level.WARNING)
-        if not any(f.level is Level.REFUSAL and f.subject.startswith("database") for f in findings):
+        if not is_exposed and not any(f.level is Level.REFUSAL and f.subject.startswith("database") for f in findings):
             findings += check_server(
                 "database", "idempotency_database_url", lambda: check_processes(app, settings), Level.WARNING
             )
@@ -55,7 +58,8 @@ def doctor(app: Celery) -> list[Finding]:
                 "database", "idempotency_database_url", lambda: check_sagas(app, settings), Level.WARNING
             )
         findings += check_people(settings)
-    findings += check_server("broker", "broker_url", lambda: check_broker(app))
+    if not is_refused(findings, "broker_url", "broker_read_url", "broker_write_url"):
+        findings += check_server("broker", "broker_url", lambda: check_broker(app))
     order = list(reversed(Level))
     return sorted(findings, key=lambda finding: order.index(finding.level))
 
@@ -75,6 +79,7 @@ def check_configuration(app: Celery, given: Settings | None) -> list[Finding]:
         findings += [*check_remote_control(app, given), *check_longest_runs(app, tasks, given)]
         findings += [*check_webhooks(given), *check_restored(given)]
         findings += check_pool_size(str(app.conf.worker_pool), app.conf.worker_concurrency, given)
+    findings += check_tls(app, given)
     is_rabbitmq, found = check_broker_settings(app)
     findings += found
     if is_rabbitmq:

@@ -9,7 +9,7 @@ from enum import StrEnum
 class Level(StrEnum):
     OK = "ok"
     WARNING = "warning"  # slower, or harder to operate; the promise holds
-    REFUSAL = "refusal"  # work would be lost or done twice
+    REFUSAL = "refusal"  # work would be lost, done twice or exposed
 
 
 @dataclass(frozen=True, slots=True)

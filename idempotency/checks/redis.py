@@ -7,6 +7,7 @@ import time
 from pydantic import SecretStr
 from redis import Redis
 
+from ..tls import redis_options
 from .clock import check_clock
 from .findings import Finding, ok, warning
 from .unreachable import TIMEOUT
@@ -16,8 +17,13 @@ OLDEST_REDIS = 6
 
 
 def check_redis(url: SecretStr) -> list[Finding]:
+    address = url.get_secret_value()
     with Redis.from_url(
-        url.get_secret_value(), socket_timeout=TIMEOUT, socket_connect_timeout=TIMEOUT, decode_responses=True
+        address,
+        **redis_options(address),
+        socket_timeout=TIMEOUT,
+        socket_connect_timeout=TIMEOUT,
+        decode_responses=True,
     ) as client:
         info = client.info()
         asked = time.time()

@@ -1,4 +1,4 @@
-"""A worker, relay or beat does not start on a set-up that would lose work or do it twice.
+"""A worker, relay or beat does not start on a set-up that would lose work, do it twice or expose it.
 
 The signals come before a worker opens its pool and before a beat's first tick. Applications without an idempotent task
 are left alone. A database that does not answer prevents no start: claims wait for it.
@@ -83,13 +83,14 @@ def require_safe_setup(app: Celery, *, consumed: Iterable[str] = ()) -> str | No
     from .postgres import check_database
     from .processes import check_consumed
     from .sagas import check_sagas
+    from .tls import is_refused
 
     if not idempotent_tasks(app):
         return None
     unanswered = None
     settings, findings = read_settings(app)
     findings += check_configuration(app, settings)
-    if settings is not None:
+    if settings is not None and not is_refused(findings, "idempotency_database_url"):
         try:
             findings += check_database(settings)
             if not any(finding.level is Level.REFUSAL for finding in findings):

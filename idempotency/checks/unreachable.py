@@ -18,7 +18,15 @@ TIMEOUT = 5
 
 # Servers' error messages are never shown, because some repeat the address. These are worth distinguishing.
 _PASSWORD, _NO_PASSWORD, _NAME = "wrong password", "the address has no password", "no such database or user"
+_NO_TLS, _OTHER_HOST, _OTHER_AUTHORITY = (
+    "no TLS between it and this process, or only TLS",
+    "its certificate is for another host",
+    "its certificate is of an authority that is not known here",
+)
 _REASONS = (
+    (r"hostname mismatch|ip address mismatch|does not match host name|host name mismatch", _OTHER_HOST),
+    (r"certificate verify failed|root certificate file", _OTHER_AUTHORITY),
+    (r"no encryption|not support ssl|wrong version number|record layer|invalid response to ssl", _NO_TLS),
     (r"no password supplied", _NO_PASSWORD),
     (
         r"password authentication failed|access_refused|wrongpass|invalid username-password|noauth|authentication",
@@ -30,7 +38,7 @@ _REASONS = (
     (r"does not exist", _NAME),
 )
 # Those that do not go away by waiting.
-WRONG_ADDRESS = (_PASSWORD, _NO_PASSWORD, _NAME)
+WRONG_ADDRESS = (_PASSWORD, _NO_PASSWORD, _NAME, _NO_TLS, _OTHER_HOST, _OTHER_AUTHORITY)
 
 
 def check_server(

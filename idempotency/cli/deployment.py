@@ -99,7 +99,7 @@ def _wait_for_postgres(celery: Celery, stop: threading.Event, unanswered: str | 
 
 @commands.command()
 def doctor(app: AppOption = "", as_json: JsonOption = False) -> None:
-    """Check for anything that would lose work or do it twice. Exit status 1 if there is."""
+    """Check for anything that would lose work, do it twice or expose it. Exit status 1 if there is."""
     findings = diagnose(application(app))
     if as_json:
         print_json([asdict(finding) for finding in findings])

@@ -25,7 +25,10 @@ COMMANDS = {
         "deployment",
         "Publish the outbox until stopped; also recover, resend, store dead letters, alert and purge. Run any number.",
     ),
-    "doctor": ("deployment", "Check for anything that would lose work or do it twice. Exit status 1 if there is."),
+    "doctor": (
+        "deployment",
+        "Check for anything that would lose work, do it twice or expose it. Exit status 1 if there is.",
+    ),
     "metrics": (
         "deployment",
         "Serve what all processes with the same PROMETHEUS_MULTIPROC_DIR have counted, for Prometheus, until stopped.",

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from typing import Any
 from weakref import WeakSet
 
 import psycopg
 from sqlalchemy import Connection, Engine, create_engine, event
 from sqlalchemy.engine import make_url
-from sqlalchemy.pool import PoolResetState
+from sqlalchemy.pool import NullPool, PoolResetState
 
 from ..errors import InvalidKey, SettingsError
 from ..settings import Settings
@@ -90,6 +91,29 @@ def make_engine(
         event.listen(engine, "connect", _wrap_statements)
     treat_stale_as_unavailable(engine)
     return engine
+
+
+def login(settings: Settings) -> Mapping[str, Any]:
+    """What psycopg would be given to connect with, by the address and by `idempotency_engine`. Connects to nothing."""
+    given: dict[str, Any] = {}
+
+    def note(dialect: Any, record: Any, args: Any, parameters: dict[str, Any]) -> None:
+        given.update(parameters)
+        raise _NotedError
+
+    address = settings.database_url.get_secret_value()
+    for create in (settings.engine or create_engine, create_engine):
+        with suppress(Exception):  # one that cannot be used is the finding of another check: the address itself counts
+            engine = create(address, poolclass=NullPool)
+            event.listen(engine, "do_connect", note)  # after the application's own
+            engine.raw_connection().close()
+        if given:
+            break
+    return given
+
+
+class _NotedError(Exception):
+    pass
 
 
 def make_attempts_engine(settings: Settings, **options: Any) -> Engine:

@@ -15,6 +15,7 @@ from ..application import settings_of
 from ..attempt.hints import hint_name
 from ..settings import Settings
 from ..store.connections import make_engine
+from ..tls import redis_options
 from ..wire.keys import OperationId
 
 # The word in the name of a database for tests: test_shop, shop_test, shop_tests_1. Not latest, nor contest.
@@ -49,8 +50,9 @@ def forget_hints(settings: Settings, ids: Collection[OperationId]) -> None:
     """Delete the hints of these operations. Without Redis there is nothing to delete."""
     if settings.redis_url is None or not ids:
         return
+    url = settings.redis_url.get_secret_value()
     with (
         suppress(redis.RedisError),
-        redis.Redis.from_url(settings.redis_url.get_secret_value(), socket_timeout=5) as client,
+        redis.Redis.from_url(url, **redis_options(url), socket_timeout=5) as client,
     ):
         client.delete(*(hint_name(id, settings.owner) for id in ids))

@@ -12,7 +12,7 @@ from celery import Celery
 from kombu import Connection as BrokerConnection
 from sqlalchemy import Connection
 
-from ..broker.channel import BROKER_ERRORS
+from ..broker.channel import BROKER_ERRORS, verifying
 from ..settings import Settings
 from ..store import overview
 from ..store.overview import TIMEOUT, QueueState, Snapshot
@@ -31,7 +31,7 @@ def ask_broker(app: Celery, settings: Settings, found: Snapshot) -> None:
         found.queue(name)
     deadline = time.monotonic() + 2 * TIMEOUT
     try:
-        with app.connection_for_read(connect_timeout=TIMEOUT) as broker:
+        with verifying(app.connection_for_read(connect_timeout=TIMEOUT)) as broker:
             is_amqp = broker.transport.driver_type == "amqp"
             names = ("read_timeout", "write_timeout") if is_amqp else ("socket_timeout", "socket_connect_timeout")
             broker.transport_options = {**app.conf.broker_transport_options, **dict.fromkeys(names, TIMEOUT)}

@@ -45,6 +45,8 @@ def configure(environment: dict[str, str]) -> None:
     app.conf.update(
         broker_url=environment["BROKER_URL"],
         broker_transport_options={"confirm_publish": True},
+        broker_use_ssl=environment.get("BROKER_CA_FILE")
+        and {"server_hostname": None, "ca_certs": environment["BROKER_CA_FILE"]},
         task_queues=[
             quorum_queue(
                 queue, exchange=queue, dead_letter_queue=environment.get("DEAD_LETTER_QUEUE", f"{queue}-dead") or None

@@ -2,14 +2,16 @@
 
 Checked: it is YAML, images are pinned, servers have health checks and every dependency is on a service there is, with
 a condition it can meet; ports are on the loopback address; no password is in it or in a command line of the project;
-commands name programs and Celery applications there are. Not checked: that the images exist, start and get healthy.
+commands name programs and Celery applications there are; every connection is encrypted and verified. Not checked: that the images exist, start and get healthy.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
+import sys
 import tomllib
 from fnmatch import fnmatch
 from functools import partial
@@ -17,15 +19,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cryptography.x509 import load_pem_x509_certificate
 
 from idempotency.broker.rights import KINDS
 from idempotency.store.rights import APPLICATION, OPERATOR, RELAY
+from scripts import certificates
+from tests.support.encrypted import authority, make_certificates
 
 yaml = pytest.importorskip("yaml", reason="needs PyYAML")
 
 ROOT = Path(__file__).parents[2]
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
 SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
+PROCESSES = [name for name, service in SERVICES.items() if "DATABASE_URL" in service.get("environment", {})]
 
 
 @pytest.mark.parametrize("name", SERVICES)
@@ -81,6 +87,67 @@ def test_our_commands_exist_and_hold_no_password(name: str) -> None:
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
     assert command[0] in {"celery", "uvicorn", *scripts} or (ROOT / f"{command[2].replace('.', '/')}.py").exists()
     assert not any("$" in part for part in command)
+
+
+SHOW = """
+import json
+from idempotency.application import settings_of
+from idempotency.checks.tls import check_tls
+from tasks import app
+print(json.dumps({finding.subject: finding.found for finding in check_tls(app, settings_of(app))}))
+"""
+
+
+def test_every_connection_is_encrypted_and_verified_with_the_hosts_name(tmp_path: Path) -> None:
+    file = authority(make_certificates(tmp_path))
+    for name in PROCESSES:
+        url = SERVICES[name]["environment"]["DATABASE_URL"]
+        assert url.endswith("postgres:5432/shop?sslmode=verify-full&sslrootcert=/certificates/ca.crt")
+    given = {name: re.sub(r"\$\{.*?\}", "secret", value) for name, value in SERVICES["worker"]["environment"].items()}
+    given = {name: value.replace("/certificates/ca.crt", file) for name, value in given.items()}
+    given |= {"CARRIER_URL": "https://carrier.example"}
+    shown = subprocess.run(
+        [sys.executable, "-c", SHOW], cwd=ROOT, env=given, capture_output=True, text=True, check=False
+    )
+    settings = ("idempotency_database_url", "idempotency_redis_url", "broker_url")
+    verified = {f"{setting} TLS": "verified, with the host's name" for setting in settings}
+    assert json.loads(shown.stdout or "null") == verified, shown.stderr
+
+
+def test_no_server_takes_plain_text_from_the_network() -> None:
+    rules = [line.split() for line in COMPOSE["configs"]["pg_hba"]["content"].splitlines()]
+    assert {kind for kind, *_ in rules} == {"local", "hostssl"}
+    assert "listeners.tcp = none" in COMPOSE["configs"]["rabbitmq_tls"]["content"]
+    redis = SERVICES["redis"]["command"]
+    assert redis[redis.index("--port") + 1] == "0"
+
+
+def test_a_certificates_key_is_mounted_by_its_server_alone() -> None:
+    mounts = {name: [v for v in service.get("volumes", []) if "certificate" in v] for name, service in SERVICES.items()}
+    for name in ("postgres", "redis", "rabbitmq"):
+        assert mounts[name] == [f"{name}-certificate:/certificates:ro"]
+        assert f"{name}-certificate:/certificates/{name}" in mounts["certificates"]
+        assert "certificates" in SERVICES[name]["depends_on"]
+    assert all(mounts[name] == ["authority:/certificates:ro"] for name in PROCESSES)
+
+
+def test_certificates_are_kept_as_long_as_they_belong_together(tmp_path: Path) -> None:
+    def files() -> dict[str, bytes]:
+        return {str(path.relative_to(tmp_path)): path.read_bytes() for path in tmp_path.rglob("*.*")}
+
+    certificates.main(tmp_path, ["postgres"])
+    first = files()
+    assert set(first) == {"ca/ca.crt", "postgres/server.crt", "postgres/server.key"}
+    assert (tmp_path / "postgres" / "server.key").stat().st_mode & 0o777 == 0o600
+    certificates.main(tmp_path, ["postgres"])
+    assert files() == first
+    certificates.main(tmp_path, ["postgres", "redis"])  # signed by an authority whose key is gone
+    second = files()
+    assert all(second[name] != first[name] for name in first)
+    for name in ("postgres", "redis"):
+        load_pem_x509_certificate(second[f"{name}/server.crt"]).verify_directly_issued_by(
+            load_pem_x509_certificate(second["ca/ca.crt"])
+        )
 
 
 def test_no_process_starts_before_the_business_tables_are_there() -> None:

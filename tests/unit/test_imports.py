@@ -47,7 +47,7 @@ def test_an_import_the_wrong_way_is_noticed_wherever_it_stands() -> None:
 # From the bottom up: each may import what is listed before it, and nothing else of the library. Those of one row are
 # independent of each other.
 LAYERS = (
-    ("text", "environment", "hosts"),
+    ("text", "environment", "hosts", "tls"),
     ("errors",),
     ("extras",),
     ("observe",),
