@@ -123,7 +123,7 @@ def forge_letter(scene: Scene, target: int) -> str:
 
 def forge_charge(scene: Scene, target: int) -> str:
     """Unsigned calls of the shop's tasks, for its real payments: charges, refunds and deliveries of webhooks."""
-    found = [row[0] for row in _of_shop(scene, "SELECT id FROM payments ORDER BY random() LIMIT 2")]
+    found = [row[0] for row in scene.ask("SELECT id FROM payments ORDER BY random() LIMIT 2", engine=scene.shop_engine)]
     paid = [*found, f"{MARK}-payment"]
     calls = [("payments.capture_payment", "payments", {"payment_id": id, "owner": "default"}) for id in paid]
     calls += [("refunds.refund_payment", "refunds", {"refund_id": f"{MARK}-{id}"}) for id in paid]
@@ -136,7 +136,9 @@ def forge_charge(scene: Scene, target: int) -> str:
 def forge_webhook(scene: Scene, target: int) -> str:
     """Reports that the provider has not signed, of charges that the shop is waiting for. Each has to be refused."""
     id, amount, currency = next(
-        iter(_of_shop(scene, "SELECT id, amount, currency FROM payments ORDER BY random() LIMIT 1")),
+        iter(
+            scene.ask("SELECT id, amount, currency FROM payments ORDER BY random() LIMIT 1", engine=scene.shop_engine)
+        ),
         (f"{MARK}-payment", 1, "EUR"),
     )
     charge: dict[str, Any] = {
@@ -269,8 +271,3 @@ def _post(url: str, body: str, signature: str) -> httpx.Response:
             if time.monotonic() > deadline:
                 raise Missed("the web server was away") from None
             time.sleep(0.2)
-
-
-def _of_shop(scene: Scene, query: str) -> list[Any]:
-    with scene.shop_engine.connect() as connection:
-        return list(connection.exec_driver_sql(query))

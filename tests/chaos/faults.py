@@ -167,12 +167,14 @@ class Scene:
             if (running := member.running) is not None:
                 process.signal_all(process.family(running), signal.SIGCONT)
 
-    def ask(self, query: str, parameters: Mapping[str, Any] | None = None) -> Sequence[Row[Any]]:
-        """Read from the database, past the proxy, as often as it takes while Postgres is away."""
+    def ask(
+        self, query: str, parameters: Mapping[str, Any] | None = None, engine: Engine | None = None
+    ) -> Sequence[Row[Any]]:
+        """Read from the database, or another one, past the proxy, as often as it takes while Postgres is away."""
         deadline = time.monotonic() + PATIENCE
         while True:
             try:
-                with self.engine.connect() as connection:
+                with (engine or self.engine).connect() as connection:
                     return connection.exec_driver_sql(query, dict(parameters or {})).all()
             except DBAPIError:
                 if time.monotonic() > deadline:
