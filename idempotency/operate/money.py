@@ -12,7 +12,7 @@ from celery import Celery
 from sqlalchemy import Connection
 
 from ..errors import NotAuthenticated
-from ..store import dead_letters, saga_reading
+from ..store import letter_operations, saga_reading
 from ..store.outbox import EXTERNAL
 from ..wire.keys import OperationId
 from .change import Change, called
@@ -27,7 +27,7 @@ def moves_money(app: Celery, connection: Connection, id: OperationId) -> bool:
 def letters_move_money(app: Celery, connection: Connection, letters: Sequence[int]) -> bool:
     """Whether the operation of one of these dead letters moves money."""
     app.loader.import_default_modules()
-    for row in dead_letters.named(connection, letters):
+    for row in letter_operations.named(connection, letters):
         if row.tenant is None or row.task is None or row.key is None:
             if _moves(app, row.header_task or ""):
                 return True

@@ -16,7 +16,7 @@ from ..errors import NotAuthenticated, PermanentError, ReplayRefused, StoredRefu
 from ..letters.examine import ALTERED, UNSIGNED
 from ..letters.letter import EXPLANATIONS
 from ..settings import Settings
-from ..store import dead_letters, erasure, operations, saga_changes
+from ..store import dead_letters, erasure, letter_operations, operations, saga_changes
 from ..wire.keys import OperationId
 from ..wire.signing import signed_at
 from .change import Change, audit, called, repeated
@@ -47,7 +47,7 @@ class SaidNo:
 
 def said_no(connection: Connection, letters: Sequence[int]) -> list[SaidNo]:
     """Those of these letters whose operation was declined or cancelled. All others ended by a failure that may be over."""
-    return [no for row in dead_letters.ended_by_word(connection, letters) if (no := _said_no(row)) is not None]
+    return [no for row in letter_operations.ended_by_word(connection, letters) if (no := _said_no(row)) is not None]
 
 
 def _said_no(row: Row[Any]) -> SaidNo | None:

@@ -68,10 +68,6 @@ LIMIT %(limit)s
 
 _SERVICES = "SELECT id, consumer_service FROM idempotency.dead_letters WHERE id = ANY(%(ids)s)"
 
-_NAMED = """
-SELECT DISTINCT tenant, task, key, header_task FROM idempotency.dead_letters WHERE id = ANY(%(ids)s)
-"""
-
 _SHOW = "SELECT * FROM idempotency.dead_letters WHERE id = %(id)s"
 
 _OPEN_LETTER = """
@@ -139,20 +135,6 @@ SELECT EXISTS (SELECT FROM idempotency.outbox o
 _STATUS = """
 SELECT status, generation, (service <> %(service)s) IS TRUE AS of_another FROM idempotency.records
 WHERE tenant = %(tenant)s AND task = %(task)s AND key = %(key)s FOR UPDATE
-"""
-
-# How the operation of an open letter has ended, if that is what the letter is about. An effect that was refused in this generation
-# was refused by the provider.
-_ENDED_BY_WORD = """
-SELECT d.id, d.tenant, d.task, d.key, d.failed_at, r.error_code AS code, refused.effect, refused.code AS refused_as
-FROM idempotency.dead_letters d
-JOIN idempotency.records r ON (r.tenant, r.task, r.key, r.fingerprint, r.generation)
-    = (d.tenant, d.task, d.key, d.fingerprint, d.generation) AND r.status = 'failed'
-LEFT JOIN LATERAL (
-    SELECT e.key AS effect, e.value -> 'refused' ->> 'code' AS code FROM jsonb_each(r.effects) e
-    WHERE e.value ->> 'state' = 'not_happened' AND (e.value ->> 'generation')::int = r.generation AND e.value ? 'refused'
-    ORDER BY e.key LIMIT 1) refused ON true
-WHERE d.id = ANY(%(ids)s) AND d.status = 'open' ORDER BY d.id
 """
 
 _REPORT = """
@@ -249,16 +231,6 @@ def services_of(connection: Connection, letters: Sequence[int]) -> dict[int, str
     """The application of each of these letters, those that there are."""
     rows = connection.exec_driver_sql(_SERVICES, {"ids": list(letters)})
     return {row.id: row.consumer_service for row in rows}
-
-
-def named(connection: Connection, letters: Sequence[int]) -> Sequence[Row[Any]]:
-    """The operations of these letters, or the task of a message whose operation is not known."""
-    return connection.exec_driver_sql(_NAMED, {"ids": list(letters)}).all()
-
-
-def ended_by_word(connection: Connection, letters: Sequence[int]) -> Sequence[Row[Any]]:
-    """How the operations of these letters have ended: `code`, and the `effect` that its provider has `refused_as`, if any."""
-    return connection.exec_driver_sql(_ENDED_BY_WORD, {"ids": list(letters)}).all()
 
 
 # ---------------------------------------------------------------- replay

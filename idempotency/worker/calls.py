@@ -226,17 +226,13 @@ class KeyedTask(TypedTask[P, R_co], Generic[P, R_co]):
             raise InvalidArguments(NEVER_DROPPED)
         if (serializer := options.get("serializer") or self.serializer or "json") != "json":
             raise InvalidArguments(f"serializer: must be 'json', got {serializer!r}")
-        if options.get("compression") and runtime_of(self.app).settings.message_secrets:
-            raise InvalidArguments(
-                "compression: signed messages are not compressed, because their body is what is signed"
-            )
         if (protocol := self.app.conf.task_protocol) != 2:
             raise SettingsError(f"task_protocol: must be 2, which workers accept, got {protocol}")
         given = senders_headers(options.pop("headers", None) or {})
         id, headers = self._checked(args, kwargs, named["idempotency_key"], named["tenant"], given)
         if self.app.conf.task_always_eager:  # Celery goes on to `apply`
             options |= {"idempotency_key": id.key, "tenant": id.tenant}
-        with signed_calls.signing(self.app):
+        with signed_calls.signing(self.app, options):
             return super().apply_async(args, kwargs, *celerys, headers={**given, **headers}, **(_shown(id) | options))
 
     def apply(

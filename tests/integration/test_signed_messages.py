@@ -199,7 +199,8 @@ def test_a_message_whose_encoding_was_changed_is_altered(
     row = "INSERT INTO idempotency.outbox (message_id, tenant, task, key, fingerprint, message, queue, service, status, origin, published_at) "
     row += "VALUES ('m', 'default', :task, 'a2', :fingerprint, '', 'q', 'bank', 'published', 'enqueue', now())"
     connection.execute(text(row), {"task": b.deposit.name, "fingerprint": b.fingerprint_of("a2")})
-    sent = signed("a2", **{OUTBOX_HEADER: "m"})
+    ours: Any = {OUTBOX_HEADER: "m"}
+    sent = signed("a2", **ours)
     sent["x-death"] = [{"queue": bank.conf.task_default_queue, "reason": "rejected"}]
     options = dict(changed)
     if "compression" in options:

@@ -1,0 +1,36 @@
+"""The operations that dead letters are about, and how they have ended: what a person is told before a change of letters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from sqlalchemy import Connection, Row
+
+_NAMED = """
+SELECT DISTINCT tenant, task, key, header_task FROM idempotency.dead_letters WHERE id = ANY(%(ids)s)
+"""
+
+# How the operation of an open letter has ended, if that is what the letter is about. An effect that was refused in this generation
+# was refused by the provider.
+_ENDED_BY_WORD = """
+SELECT d.id, d.tenant, d.task, d.key, d.failed_at, r.error_code AS code, refused.effect, refused.code AS refused_as
+FROM idempotency.dead_letters d
+JOIN idempotency.records r ON (r.tenant, r.task, r.key, r.fingerprint, r.generation)
+    = (d.tenant, d.task, d.key, d.fingerprint, d.generation) AND r.status = 'failed'
+LEFT JOIN LATERAL (
+    SELECT e.key AS effect, e.value -> 'refused' ->> 'code' AS code FROM jsonb_each(r.effects) e
+    WHERE e.value ->> 'state' = 'not_happened' AND (e.value ->> 'generation')::int = r.generation AND e.value ? 'refused'
+    ORDER BY e.key LIMIT 1) refused ON true
+WHERE d.id = ANY(%(ids)s) AND d.status = 'open' ORDER BY d.id
+"""
+
+
+def named(connection: Connection, letters: Sequence[int]) -> Sequence[Row[Any]]:
+    """The operations of these letters, or the task of a message whose operation is not known."""
+    return connection.exec_driver_sql(_NAMED, {"ids": list(letters)}).all()
+
+
+def ended_by_word(connection: Connection, letters: Sequence[int]) -> Sequence[Row[Any]]:
+    """How the operations of these letters have ended: `code`, and the `effect` that its provider has `refused_as`, if any."""
+    return connection.exec_driver_sql(_ENDED_BY_WORD, {"ids": list(letters)}).all()
