@@ -185,9 +185,9 @@ CREATE TRIGGER keep_erased BEFORE UPDATE ON idempotency.records
 
 # Log and webhook are told of a letter independently, by whichever process can. What is there has been logged.
 ALERTS = """
-ALTER TABLE idempotency.dead_letters ADD COLUMN alert_logged_at timestamptz DEFAULT '-infinity';
+ALTER TABLE idempotency.dead_letters ADD COLUMN alert_logged_at timestamptz DEFAULT 'epoch';
 ALTER TABLE idempotency.dead_letters ALTER COLUMN alert_logged_at DROP DEFAULT;
-ALTER TABLE idempotency.outbox ADD COLUMN alert_logged_at timestamptz DEFAULT '-infinity';
+ALTER TABLE idempotency.outbox ADD COLUMN alert_logged_at timestamptz DEFAULT 'epoch';
 ALTER TABLE idempotency.outbox ALTER COLUMN alert_logged_at DROP DEFAULT;
 """
 
