@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
 
@@ -52,6 +53,9 @@ def test_all_that_the_project_needs_is_pinned(pins: ModuleType) -> None:
     assert pins.closure(pins.PROJECT, pins.HERE) - pinned == set()
 
 
+@pytest.mark.skipif(
+    f"celery=={version('celery')}" not in lines("constraints.txt"), reason="other versions need other packages"
+)
 def test_the_image_has_all_that_the_application_needs(pins: ModuleType) -> None:
     listed = lines("requirements/pinned-app.txt")
     wanted = pins.closure(pins.PROJECT, ["app"], pins.IMAGE_PYTHON) | {pins.BUILDS}
