@@ -22,7 +22,8 @@ LEFT JOIN LATERAL (
     SELECT e.key AS effect, e.value -> 'refused' ->> 'code' AS code FROM jsonb_each(r.effects) e
     WHERE e.value ->> 'state' = 'not_happened' AND (e.value ->> 'generation')::int = r.generation AND e.value ? 'refused'
     ORDER BY e.key LIMIT 1) refused ON true
-WHERE d.id = ANY(%(ids)s) AND d.status = 'open' ORDER BY d.id
+WHERE d.id = ANY(%(ids)s) AND d.status = 'open' AND d.reason NOT IN ('fingerprint_mismatch', 'service_mismatch')
+ORDER BY d.id
 """
 
 

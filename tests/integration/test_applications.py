@@ -436,9 +436,9 @@ def test_a_letter_of_another_application_is_replayed_only_when_it_is_named(
         assert str(refused.exception) == (
             f"dead letter {letter.id}: is of the application 'orders'; name it with --service"
         )
-    run("dead-letters", "replay", "--task", b.failing.name)
+    run("dead-letters", "replay", "--task", b.failing.name, "--yes")
     assert record("o1").status == "failed"
-    run("dead-letters", "replay", letter.id, "--service", "orders")
+    run("dead-letters", "replay", letter.id, "--service", "orders", "--yes")
     assert record("o1").status == "released"
     assert [(row.origin, row.service) for row in op.outbox(connection)] == [("replay", "orders")]
 

@@ -236,7 +236,8 @@ def test_a_set_up_that_cannot_be_is_one_line_that_says_what_to_do(
     environment: dict[str, str], says: str, tmp_path: Path
 ) -> None:
     root = Path(__file__).parents[3]
-    for name in ("scripts/bootstrap", "services/packages.py", "constraints.txt", "pyproject.toml", "Makefile"):
+    pins = ("constraints.txt", "requirements/pinned.txt", "scripts/pins.py")
+    for name in ("scripts/bootstrap", "services/packages.py", "pyproject.toml", "Makefile", *pins):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(root / name, tmp_path / name)
     # nothing but the index of the case, and no wheels from earlier runs

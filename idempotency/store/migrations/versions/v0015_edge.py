@@ -2,6 +2,8 @@
 
 from alembic import op
 
+from idempotency.store.migrations.indexes import create_index
+
 revision = "0015"
 down_revision = "0014"
 
@@ -185,16 +187,22 @@ CREATE TRIGGER keep_erased BEFORE UPDATE ON idempotency.records
 
 # Log and webhook are told of a letter independently, by whichever process can. What is there has been logged.
 ALERTS = """
-ALTER TABLE idempotency.dead_letters ADD COLUMN alert_logged_at timestamptz DEFAULT 'epoch';
+ALTER TABLE idempotency.dead_letters ADD COLUMN IF NOT EXISTS alert_logged_at timestamptz DEFAULT 'epoch';
 ALTER TABLE idempotency.dead_letters ALTER COLUMN alert_logged_at DROP DEFAULT;
-ALTER TABLE idempotency.outbox ADD COLUMN alert_logged_at timestamptz DEFAULT 'epoch';
+ALTER TABLE idempotency.outbox ADD COLUMN IF NOT EXISTS alert_logged_at timestamptz DEFAULT 'epoch';
 ALTER TABLE idempotency.outbox ALTER COLUMN alert_logged_at DROP DEFAULT;
+"""
+# Where nothing has the webhook's address, every letter stays without `alerted_at`.
+UNLOGGED = """
+CREATE INDEX CONCURRENTLY dead_letters_unlogged ON idempotency.dead_letters (id)
+    WHERE alerted_at IS NULL AND alert_logged_at IS NULL
 """
 
 
 def upgrade() -> None:
-    op.execute(WEBHOOKS)
     op.execute(ALERTS)
+    create_index(UNLOGGED.strip())  # commits what precedes it, which may be run again
+    op.execute(WEBHOOKS)
     # somebody has told a running operation that what it waits for is known
     op.execute("ALTER TABLE idempotency.records ADD COLUMN woken boolean NOT NULL DEFAULT false")
     # a person has undone by hand what the letter's operation, called by a saga, has done or may have done
@@ -223,5 +231,6 @@ def downgrade() -> None:
     """)
     op.execute("ALTER TABLE idempotency.dead_letters DROP COLUMN is_undone")
     op.execute("ALTER TABLE idempotency.records DROP COLUMN woken")
+    op.execute("DROP INDEX idempotency.dead_letters_unlogged")
     op.execute("ALTER TABLE idempotency.dead_letters DROP COLUMN alert_logged_at")
     op.execute("ALTER TABLE idempotency.outbox DROP COLUMN alert_logged_at")
