@@ -307,9 +307,19 @@ class PaymentEvent(Base):
             "object",
             "object_id",
             "state",
-            # a dispute may come back to a state, and changes within one
-            text("(CASE WHEN object = 'dispute' THEN occurred_at ELSE '-infinity'::timestamptz END)"),
             unique=True,
+            postgresql_where=text("object <> 'dispute'"),
+        ),
+        # a dispute may come back to a state, and changes within one
+        Index(
+            "dispute_reported_once",
+            "tenant",
+            "gateway",
+            "object_id",
+            "state",
+            "occurred_at",
+            unique=True,
+            postgresql_where=text("object = 'dispute'"),
         ),
         CheckConstraint("object IN ('charge', 'refund', 'dispute')", name="object_known"),
         Index(

@@ -472,7 +472,7 @@ def test_one_record_that_is_refused_stops_no_bulk_replay(
         CREATE TRIGGER refuse BEFORE UPDATE ON idempotency.records FOR EACH ROW
         WHEN (NEW.key = 'a2') EXECUTE FUNCTION refuse()""")
     )
-    arguments = ["dead-letters", "replay", "--task", b.failing.name, "--json", "-A", "tests.support.bank"]
+    arguments = ["dead-letters", "replay", "--task", b.failing.name, "--yes", "--json", "-A", "tests.support.bank"]
     result = CliRunner().invoke(cli, arguments)
     assert result.exit_code == 1
     said = json.loads(result.stdout)

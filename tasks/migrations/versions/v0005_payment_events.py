@@ -30,9 +30,10 @@ CREATE TABLE payment_events (
     PRIMARY KEY (tenant, gateway, event_id),
     CONSTRAINT object_known CHECK (object IN ('charge', 'refund', 'dispute'))
 );
+CREATE UNIQUE INDEX reported_once ON payment_events (tenant, gateway, object, object_id, state) WHERE object <> 'dispute';
 -- a dispute may come back to a state, and changes within one
-CREATE UNIQUE INDEX reported_once ON payment_events (tenant, gateway, object, object_id, state,
-    (CASE WHEN object = 'dispute' THEN occurred_at ELSE '-infinity'::timestamptz END));
+CREATE UNIQUE INDEX dispute_reported_once ON payment_events (tenant, gateway, object_id, state, occurred_at)
+    WHERE object = 'dispute';
 CREATE INDEX payment_events_waiting ON payment_events (tenant, charge_id) WHERE NOT is_applied;
 
 CREATE TABLE disputes (
