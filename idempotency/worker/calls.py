@@ -232,7 +232,7 @@ class KeyedTask(TypedTask[P, R_co], Generic[P, R_co]):
         id, headers = self._checked(args, kwargs, named["idempotency_key"], named["tenant"], given)
         if self.app.conf.task_always_eager:  # Celery goes on to `apply`
             options |= {"idempotency_key": id.key, "tenant": id.tenant}
-        with signed_calls.signing(self.app, options):
+        with signed_calls.signing(self.app):
             return super().apply_async(args, kwargs, *celerys, headers={**given, **headers}, **(_shown(id) | options))
 
     def apply(

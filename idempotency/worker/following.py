@@ -78,8 +78,8 @@ def send_refused(task: KeyedTask, args: Any, kwargs: Any, celerys: Any, named: M
     keyed = {KEY_HEADER: named["idempotency_key"], TENANT_HEADER: named["tenant"]}
     headers = options.pop("headers", None) or {}
     options["headers"] = {**headers, **{name: f"{value}" for name, value in keyed.items() if value is not None}}
-    options |= {"serializer": "json", "compression": None, "argsrepr": "()", "kwargsrepr": "{}"}
-    with signed_calls.signing(task.app, options):
+    options |= {"serializer": "json", "argsrepr": "()", "kwargsrepr": "{}"}
+    with signed_calls.signing(task.app):
         return task.app.send_task(task.name, args, kwargs, task_type=task, result_cls=task.AsyncResult, **options)
 
 

@@ -13,7 +13,6 @@ from kombu.serialization import dumps
 from pydantic import SecretStr
 
 from ..application import runtime_of
-from ..errors import InvalidArguments
 from ..wire.message import SIGNATURE_HEADER
 from ..wire.signing import sign
 
@@ -22,14 +21,9 @@ _secret: ContextVar[SecretStr | None] = ContextVar("idempotency_secret", default
 
 
 @contextmanager
-def signing(app: Celery, options: Mapping[str, Any]) -> Iterator[None]:
-    """Sign what is sent inside, with the first of the application's secrets; without any, send it as it is.
-
-    Raises `InvalidArguments` for the option `compression`: what is signed is the body before it.
-    """
+def signing(app: Celery) -> Iterator[None]:
+    """Sign what is sent inside, with the first of the application's secrets; without any, send it as it is."""
     secrets = runtime_of(app).settings.message_secrets
-    if secrets and options.get("compression"):
-        raise InvalidArguments("compression: signed messages are not compressed")
     token = _secret.set(secrets[0] if secrets else None)
     try:
         yield

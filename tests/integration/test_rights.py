@@ -29,6 +29,7 @@ EXCEPT = {
     "audit": ["SELECT", "INSERT"],
     "audit_chain": ["SELECT"],
     "audit_head": ["SELECT"],
+    "operators": ["SELECT", "DELETE"],
 }
 OBJECTS = text("""
 SELECT 'TABLE' AS kind, relname::text AS name, relname::text AS shown

@@ -15,7 +15,7 @@ from sqlalchemy import Connection, Engine, text
 
 from idempotency.application import close_runtime, settings_of
 from idempotency.checks.broker import check_signatures
-from idempotency.errors import InvalidArguments, ReplayRefused
+from idempotency.errors import ReplayRefused
 from idempotency.letters.consumer import DeadLetterConsumer
 from idempotency.operate.replay import replay
 from idempotency.relay.relay import Relay
@@ -208,8 +208,3 @@ def test_a_message_whose_encoding_was_changed_is_altered(
     publish(bank, body_of("a2"), queue=f"{bank.conf.task_default_queue}-dead", headers=sent, **options)
     (letter,) = letters(1)
     assert (letter.reason, letter.task, letter.key, letter.outbox_id) == ("altered", None, None, None)
-
-
-def test_a_signed_message_is_not_compressed(bank: Celery) -> None:
-    with pytest.raises(InvalidArguments, match="compression"):
-        b.deposit.apply_async(("a2", 1), compression="gzip")

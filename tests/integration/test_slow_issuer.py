@@ -1,4 +1,5 @@
 """An issuer of identities that is slow (OIDC) holds no connection of Postgres."""
+# ruff: noqa: F811
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from jwt.algorithms import ECAlgorithm
 from idempotency.application import runtime_of
 from idempotency.errors import NotAuthenticated
 from idempotency.operate.people import authenticate
-from tests.integration.test_identities import AUDIENCE, ISSUER
+from tests.integration.test_identities import AUDIENCE, ISSUER, configure  # noqa: F401
 
 KEY = ec.generate_private_key(ec.SECP256R1())
 

@@ -27,6 +27,7 @@ from idempotency.operate.change import Change
 from idempotency.operate.people import Role, add_operator
 from idempotency.store import schema as tables
 from idempotency.wire.keys import OperationId
+from idempotency.wire.message import Message
 from tests.support import operations as op
 from tests.support.server import api_key
 
@@ -62,7 +63,8 @@ class Admin:
             claimed = op.failed(connection, id)
             connection.execute(text("UPDATE idempotency.records SET service = 'tasks'"))
             number = connection.execute(
-                text(DEAD_LETTER), {"key": id.key, "fingerprint": claimed.fingerprint or op.FINGERPRINT}
+                text(DEAD_LETTER),
+                {"key": id.key, "fingerprint": claimed.fingerprint or op.FINGERPRINT, "payload": PAYLOAD},
             ).scalar_one()
         return number, id
 
@@ -74,11 +76,12 @@ class Admin:
             return list(found)
 
 
+PAYLOAD = Message({"task": "payments.capture_payment"}, '[[], {"secret": "of a customer"}, null]', {}, {}).to_text()
 DEAD_LETTER = """
 INSERT INTO idempotency.dead_letters
     (source, tenant, task, key, generation, queue, consumer_service, reason, attempts, last_error, fingerprint, payload)
 VALUES ('operation', 'acme', 'payments.capture_payment', :key, 1, 'payments', 'tasks', 'card_declined', 1,
-        '{"code": "card_declined", "message": "declined"}', :fingerprint, '{"secret": "of a customer"}')
+        '{"code": "card_declined", "message": "declined"}', :fingerprint, :payload)
 RETURNING id
 """
 
@@ -522,6 +525,7 @@ def test_what_was_declined_is_replayed_only_if_that_is_asked_for(admin: Admin) -
     detail = refused.json()["detail"]
     assert f"{id.key}: was refused for good as no_account at " in detail
     assert detail.endswith('. To do so, send "even_if_declined": true')
-    assert admin.ask("POST", f"{LETTERS}/replay", json=asked | {"even_if_declined": True}).status_code == 200
+    answer = admin.ask("POST", f"{LETTERS}/replay", json=asked | {"even_if_declined": True})
+    assert answer.status_code == 200, answer.text
     (row,) = [row for row in admin.audited("replay") if row.key == id.key]
     assert row.actor == "ann"

@@ -24,6 +24,7 @@ app.conf.update(
     result_backend=os.environ["REDIS_URL"],
     task_ignore_result=False,
     worker_send_task_events=True,
+    worker_enable_remote_control=True,
     idempotency_retry_base=0.01,
     idempotency_retry_cap=0.02,
     idempotency_unknown_task_grace=0,
