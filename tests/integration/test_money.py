@@ -167,7 +167,7 @@ CANCELLED = r"was cancelled by a person at .*; a replay runs it all the same, un
         ("attempts", None),
     ],
 )
-def test_a_replay_says_what_it_does_to_what_has_ended_by_a_word(
+def test_a_replay_says_what_it_does_to_what_was_declined_or_cancelled(
     ask: Ask, bank: Celery, connection: Connection, deliveries: Deliveries, charge: Any, how: str, said: str | None
 ) -> None:
     if how == "declined":
@@ -188,7 +188,7 @@ def test_a_replay_says_what_it_does_to_what_has_ended_by_a_word(
         assert ask(*replaying).status == 0
         return
     with pytest.raises(NotConfirmed, match=f"dead letter {letter.id}: .* k: {said}"):
-        replay(bank, letter.id, ANN, unless_said_no=True)
+        replay(bank, letter.id, ANN, is_confirmed=False)
     refused = ask(*replaying, who="ann")
     assert refused.status == 1
     assert refused.error.endswith("\nnothing was done; to do so, give --yes\n")
