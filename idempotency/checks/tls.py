@@ -22,7 +22,7 @@ from pydantic import SecretStr
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError
 
-from ..hosts import is_among, is_loopback
+from ..hosts import Allowed, is_loopback
 from ..settings import Settings
 from ..store.connections import login
 from ..tls import redis_options
@@ -55,7 +55,8 @@ class Server:
 
 def check_tls(app: Celery, given: Settings | None) -> list[Finding]:
     """Whether each address that leaves this machine is encrypted and verified. `given`: the settings, if they are valid."""
-    allowed = () if given is None else given.plain_text_hosts
+    entries = () if given is None else given.plain_text_hosts
+    allowed = Allowed.of(entries)
     findings = []
     if given is not None:
         findings.append(_finding("idempotency_database_url", _postgres(login(given)), allowed))
@@ -64,8 +65,8 @@ def check_tls(app: Celery, given: Settings | None) -> list[Finding]:
     for setting, url in _brokers(app).items():
         findings.append(_finding(setting, _broker(app, url), allowed))
     findings.append(_finding("result_backend", _results(app), allowed))
-    if allowed:
-        found = f"{', '.join(allowed)}: may be reached in plain text, or over TLS that does not verify them"
+    if entries:
+        found = f"{', '.join(entries)}: may be reached in plain text, or over TLS that does not verify them"
         advice = "only where the network itself encrypts and knows its servers; remove what does not need it"
         findings.append(warning("idempotency_plain_text_hosts", found, advice))
     return [finding for finding in findings if finding is not None]
@@ -77,12 +78,12 @@ def is_refused(findings: Sequence[Finding], *settings: str) -> bool:
     return any(finding.level is Level.REFUSAL and finding.subject in subjects for finding in findings)
 
 
-def _finding(setting: str, servers: Sequence[Server] | None, allowed: Sequence[str]) -> Finding | None:
+def _finding(setting: str, servers: Sequence[Server] | None, allowed: Allowed) -> Finding | None:
     """About an address, whose hosts are not shown: in a mistyped one, a password may stand in their place."""
     if not servers:
         return None  # there is none, or it cannot be read, which is another finding
     away = [each for each in servers if each.names and not is_loopback(each.names[0])]
-    wrong = [each for each in away if each.wrong and not any(is_among(name, allowed) for name in each.names)]
+    wrong = [each for each in away if each.wrong and not any(map(allowed.has_host, each.names))]
     if wrong:
         advice = f"{wrong[0].remedy}, or name the host in idempotency_plain_text_hosts"
         return refusal(f"{setting} TLS", str(wrong[0].wrong), advice)

@@ -15,11 +15,11 @@ from sqlalchemy import Engine, text
 
 from idempotency.application import close_runtime
 from idempotency.attempt.runtime import Runtime
+from idempotency.hosts import Allowed
 from idempotency.operate import webhooks as operate
 from idempotency.store import webhooks as stored
 from idempotency.testing import Outbox
 from idempotency.webhooks import posting
-from idempotency.webhooks.addresses import Allowed
 from idempotency.webhooks.posting import Sender
 from tests.support.receiver import Receiver, answering
 from tests.support.tasks import transactional

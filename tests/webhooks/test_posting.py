@@ -14,9 +14,9 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from idempotency.hosts import Address, Allowed
 from idempotency.settings import Settings
 from idempotency.webhooks import posting
-from idempotency.webhooks.addresses import Address, Allowed
 from idempotency.webhooks.posting import Failure, Sender
 from tests.support.receiver import Receiver, answering
 
