@@ -168,6 +168,6 @@ def test_an_endpoint_that_is_slow_and_accepts_has_not_all_workers(
     under_way = 0
     for delivery in rows("deliveries"):
         with transactional(engine).begin() as connection:
-            due = stored.begin_attempt(connection, delivery.id, 0, most=10, longest=20.0)
-        under_way += isinstance(due, stored.Due)
+            begun = stored.begin_attempt(connection, delivery.id, 0, most=10, longest=20.0)
+        under_way += isinstance(begun, stored.Begun)
     assert under_way < 32
