@@ -209,7 +209,7 @@ def test_an_operator_that_cannot_be_added_is_a_refused_change(
         people.add_operator(connection, SETUP, name, "operator", days=days)
 
 
-def test_an_admin_removes_people_and_only_the_owner_of_the_tables_adds_them(
+def test_an_admin_removes_people_and_only_the_tables_owner_adds_them(
     run: Callable[..., Result], connection: Connection
 ) -> None:
     run("operators", "remove", "ann", status=1)
