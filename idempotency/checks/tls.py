@@ -1,4 +1,4 @@
-"""Checks of the addresses: whether what leaves this machine is encrypted, and to the server that is meant.
+"""Checks of the addresses: whether what leaves this machine is encrypted, and the server verified.
 
 Connects to nothing. Each client is asked what it would do, with the options that the application gives it, since their
 defaults differ: libpq and py-amqp accept a certificate for any host, Celery's Redis any certificate at all. Not checked:
@@ -31,7 +31,7 @@ from .findings import Finding, Level, ok, refusal, warning
 PLAIN = "plain text off this machine"
 ANY_CERTIFICATE = "TLS without verifying the certificate"
 ANY_HOST = "TLS without comparing the certificate's name with the host's"
-UNKNOWN_OPTIONS = "TLS options in the address, which py-amqp does not take"
+UNKNOWN_OPTIONS = "TLS options in the address, which py-amqp does not support"
 
 _POSTGRES = "add sslmode=verify-full, and sslrootcert= with the authority's file"
 _REDIS = (
@@ -96,14 +96,14 @@ def _finding(setting: str, servers: Sequence[Server] | None, allowed: Allowed) -
 
 def _postgres(parameters: Mapping[str, Any]) -> list[Server]:
     """The servers that libpq would try, with what the environment says."""
-    said = {each.keyword.decode(): each.val.decode() for each in Conninfo.get_defaults() if each.val}
-    said |= {name: str(value) for name, value in parameters.items() if value is not None}
+    options = {each.keyword.decode(): each.val.decode() for each in Conninfo.get_defaults() if each.val}
+    options |= {name: str(value) for name, value in parameters.items() if value is not None}
     modes = {"verify-full": None, "verify-ca": ANY_HOST, "require": ANY_CERTIFICATE}
     # sslrootcert=system admits no mode but verify-full
-    wrong = None if said.get("sslrootcert") == "system" else modes.get(said.get("sslmode", ""), PLAIN)
-    if said.get("service") and not said.get("host"):
+    wrong = None if options.get("sslrootcert") == "system" else modes.get(options.get("sslmode", ""), PLAIN)
+    if options.get("service") and not options.get("host"):
         return [Server(("unknown",), wrong, _POSTGRES)]  # libpq alone reads that file
-    hosts = zip_longest(said.get("hostaddr", "").split(","), said.get("host", "").split(","), fillvalue="")
+    hosts = zip_longest(options.get("hostaddr", "").split(","), options.get("host", "").split(","), fillvalue="")
     return [
         # the number is what is connected to
         Server(() if not address and host[:1] in ("", "/", "@") else _names(address, host), wrong, _POSTGRES)

@@ -1,4 +1,4 @@
-"""Who makes a change: the user at the keyboard, or the person whose token is in the environment where money is moved."""
+"""Who makes a change: the user at the keyboard, or, where money is moved, the person whose token is in the environment."""
 
 from __future__ import annotations
 

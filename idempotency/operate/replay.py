@@ -144,7 +144,7 @@ def _check_not_erased(connection: Connection, letter: int) -> None:
 
 
 def _check_signature(connection: Connection, letter: int, settings: Settings) -> None:
-    """Raise `ReplayRefused` for a message that this application does not believe, unless it does by now: a replay is signed."""
+    """Raise `ReplayRefused` for a message whose signature was not valid and still is not: a replay is signed."""
     row = dead_letters.show(connection, letter)
     if row.reason not in (UNSIGNED, ALTERED) or not settings.message_secrets:
         return

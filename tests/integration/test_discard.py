@@ -255,7 +255,7 @@ def test_a_name_that_was_known_otherwise_does_not_count_as_another_person(
     (letter,) = op.dead_letters(connection)
     act(bank, discard.request, ANN, letter.id, "mine")
     ann = Person("00u1", "admin", "https://login.example")  # the same person, as the company knows her
-    with pytest.raises(DiscardRefused, match="was known otherwise than people are now, and may be the same person"):
+    with pytest.raises(DiscardRefused, match="was known in another way than people are now, and may be the same person"):
         act(bank, discard.approve, ann, letter.id)
     act(bank, discard.request, ann, letter.id, "asked again")
     with pytest.raises(DiscardRefused, match="'00u1' asked for it"):

@@ -26,7 +26,7 @@ from tests.support.operators import ANN, snapshot
 from tests.support.tasks import transactional
 
 Ask = Callable[..., Answer]
-NEEDED = "moves money, or its task is not known here: changed only with the token of an operator"
+NEEDED = "moves money, or its task is not known here, so a change needs an operator's token"
 NOBODY = {"nobody": "not set", "late": "the token of 'late' has expired", "gone": "no operator has this token"}
 
 

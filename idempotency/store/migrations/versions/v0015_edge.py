@@ -195,7 +195,7 @@ ALTER TABLE idempotency.outbox ALTER COLUMN alert_logged_at DROP DEFAULT;
 def upgrade() -> None:
     op.execute(WEBHOOKS)
     op.execute(ALERTS)
-    # somebody has told a running operation that what it waits for is known
+    # a running operation was told that what it waits for is known
     op.execute("ALTER TABLE idempotency.records ADD COLUMN woken boolean NOT NULL DEFAULT false")
     # a person has undone by hand what the letter's operation, called by a saga, has done or may have done
     op.execute("ALTER TABLE idempotency.dead_letters ADD COLUMN is_undone boolean NOT NULL DEFAULT false")
