@@ -96,7 +96,7 @@ VERBS: dict[str, tuple[Callable[..., Any], tuple[str, ...], str]] = {
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_what_moves_money_is_changed_by_who_has_a_valid_token(
+def test_what_moves_money_is_changed_only_with_a_valid_token(
     ask: Ask, connection: Connection, deliveries: Deliveries, charge: Any, verb: str
 ) -> None:
     make, arguments, action = VERBS[verb]
