@@ -86,7 +86,7 @@ def replay_letters(person: Operator, letters: Replayed, request: Request) -> Out
     def replay_one(letter: int) -> None:
         change = Change(person.name, letters.reason, _request_id(request, letter), is_verified=True)
         try:
-            replay(celery, letter, change, unless_said_no=not letters.even_if_declined)
+            replay(celery, letter, change, is_confirmed=letters.even_if_declined)
         except NotConfirmed as refused:
             raise NotConfirmed(f'{refused}. To do so, send "even_if_declined": true') from None
 

@@ -1,4 +1,4 @@
-"""A login of its own for each kind of process, in Postgres, RabbitMQ and Redis, with the rights that it needs.
+"""A separate login for each kind of process, in Postgres, RabbitMQ and Redis, with the rights that it needs.
 
 On a server that was given in the environment, all processes use its address as it is: its users may be in use elsewhere.
 """

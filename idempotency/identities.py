@@ -1,4 +1,4 @@
-"""Who a person is, by what their company or the owner of a file says, so that nobody makes an identity for themselves.
+"""Who a person is, by what their company or the owner of a file says, so that people cannot make identities for themselves.
 
 An ID token of OpenID Connect is verified with the issuer's keys; the name is `sub`, which stays the same for a person, unlike an
 address. Or a file names people with the hash of each one's token. Not promised: who runs commands with settings of their own,
@@ -64,7 +64,7 @@ def token_hash(token: str) -> str:
 
 
 def looks_like(name: str) -> str:
-    """The same for all names that differ by case, spaces or forms of Unicode alone: they are one person's."""
+    """A form that is equal for names which differ only in case, spaces or Unicode form: they are the same person's."""
     return " ".join(unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", name).casefold()).split())
 
 
@@ -79,7 +79,7 @@ def source(settings: Settings) -> str:
 
 
 def known_by(settings: Settings) -> str | None:
-    """What names a person's name belongs to: the company's issuer or a file; None: the database."""
+    """Where a person's name is defined: the company's issuer, or "file"; None: the database."""
     return "file" if settings.people_file is not None else settings.oidc_issuer
 
 
@@ -103,7 +103,7 @@ def known_people(path: Path) -> dict[str, Known]:
     if len({person.token_sha256 for person in people.values()}) < len(people):
         raise SettingsError(f"{field}: two names have the same token")
     if len({looks_like(name) for name in people}) < len(people):
-        raise SettingsError(f"{field}: two names differ by case, spaces or forms of Unicode alone")
+        raise SettingsError(f"{field}: two names differ only in case, spaces or Unicode form")
     return people
 
 
@@ -114,7 +114,7 @@ def _of_file(people: dict[str, Known], token: str) -> tuple[str, Role]:
             if person.is_over:
                 raise NotAuthenticated(f"the token of {name!r} has expired")
             return name, person.role
-    raise NotAuthenticated("nobody in idempotency_people_file has this token")
+    raise NotAuthenticated("no person in idempotency_people_file has this token")
 
 
 def _of_company(settings: Settings, token: str) -> tuple[str, Role]:

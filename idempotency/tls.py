@@ -1,7 +1,7 @@
 """Options with which client libraries verify a server over TLS: its certificate, and that this is for the host's name.
 
 redis-py before version 6 and py-amqp accept a certificate for any host unless they are told to compare. What an application
-has said about it is left alone.
+has configured is left alone.
 """
 
 from __future__ import annotations

@@ -73,7 +73,6 @@ NOT_CAPTURED = frozenset({"requires_payment_method", "canceled"})
 UNDECIDED = frozenset({"processing", "requires_action"})
 # A pending refund has been made; only the customer's bank is pending.
 REFUNDED = frozenset({"succeeded", "pending"})
-DECIDED = frozenset({"succeeded"})
 NOT_REFUNDED = frozenset({"failed", "canceled"})
 
 # Seconds. Long enough for the other call under this key to finish.
@@ -328,12 +327,15 @@ class StripeGateway:
                 yield _moved(intent, intent["id"], "purchase_id")
 
     def refunds(self, since: datetime, until: datetime) -> Iterator[Moved]:
-        """The refunds of a time that have not failed, and are made if they are not ours. Raises what a call raises: an incomplete list says nothing."""
+        """The refunds of a time that have not failed; of those that are not ours, only what has succeeded.
+
+        Raises what a call raises: an incomplete list says nothing.
+        """
         listing = {"created": {"gte": int(since.timestamp()), "lt": int(until.timestamp())}, "limit": 100}
         for refund in self._ask(lambda client: _all(client.v1.refunds.list(listing))):  # type: ignore[arg-type]
             moved = _moved(refund, refund["payment_intent"], "refund_id")
-            # one that was made at the provider's site is written down once it is decided
-            if refund["status"] in (REFUNDED if moved.name is not None else DECIDED):
+            # one that was made at the provider's site is written down once it has succeeded
+            if refund["status"] == "succeeded" or (moved.name is not None and refund["status"] in REFUNDED):
                 yield moved
 
     def charge(self, charge_id: str) -> Moved | None:

@@ -1,6 +1,6 @@
 """Reconciling: what the provider says it has moved, against our ledger; each difference is a dead letter that names both sides.
 
-A difference is looked at by an operation of its own, which asks both sides again: a letter that is replayed after it was
+Each difference has an operation that asks both sides again: a letter that is replayed after it was
 mended completes. `python -m tasks.reconciliation --days 7` shows the differences, and exits with 1 if there are any.
 """
 
@@ -117,7 +117,7 @@ def _compare(kind: Kind, moved: Moved | None, ours: Any) -> Difference | None:
 
 
 def _name_of(kind: Kind, moved: Moved) -> str | None:
-    """Our name of what was moved; a refund that somebody has made at the provider is written down under the provider's."""
+    """Our name of what was moved; a refund that was made at the provider's site is written down under the provider's."""
     return f"stripe-{moved.id}" if kind == "refund" and moved.name is None else moved.name
 
 
@@ -162,7 +162,7 @@ def days_before(until: datetime, days: float) -> list[tuple[datetime, datetime]]
 
 
 def _known_tenant(tenant: str) -> str:
-    """The tenant whose dead letter it is: what the provider has is a stranger's text, of which not all can be one."""
+    """The tenant whose dead letter it is: the provider's text may not be a valid one."""
     try:
         return keys.check_key(tenant, field="tenant")
     except CallRefused:

@@ -75,7 +75,7 @@ def request_rest(session: Session, payment: Payment, *, refund_id: str, reason: 
 
 
 def withdraw(session: Session, refund_id: str, code: str, *, tenant: str = DEFAULT) -> str:
-    """Free what `request_rest` has reserved, if nobody has called `refund_payment` and nobody will.
+    """Free what `request_rest` has reserved, if `refund_payment` was not called and will not be.
 
     Returns what has become of the refund.
     """
@@ -96,7 +96,7 @@ def locked(session: Session, refund_id: str, *, tenant: str) -> tuple[Refund | N
 def refund_failed(session: Session, operation: Operation, error: PermanentError) -> None:
     """Record the failure. If refused, nothing is reserved; if unknown, it stays reserved, since it may have been paid out.
 
-    If the order is cancelled, and money is left that nobody is giving back, support is told.
+    If the order is cancelled, and money is left that no refund will return, support is told.
     """
     refund, payment = locked(session, operation.arguments["refund_id"], tenant=operation.tenant)
     if refund is None or refund.status in MADE:

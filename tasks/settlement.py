@@ -90,7 +90,7 @@ def _lock(session: Session, gateway: str, charge_id: str) -> None:
 
 
 def _apply_waiting(session: Session, tenant: str, gateway: str, charge_id: str) -> int:
-    """Apply what can be by now, each for itself; returns how much that was."""
+    """Apply what can be by now, each in its savepoint; returns how many."""
     waiting = select(PaymentEvent).filter_by(tenant=tenant, gateway=gateway, charge_id=charge_id, is_applied=False)
     applied = 0
     for event in session.scalars(waiting.order_by(PaymentEvent.received_at)).all():
@@ -98,7 +98,7 @@ def _apply_waiting(session: Session, tenant: str, gateway: str, charge_id: str) 
         try:
             with session.begin_nested():
                 applied += _apply(session, report)
-        except (DataError, IntegrityError) as error:  # of this one alone
+        except (DataError, IntegrityError) as error:  # the others can still be applied
             log.error("payment_event_broken", gateway=gateway, event_id=event.event_id, error=type(error).__name__)
     return applied
 
@@ -154,7 +154,7 @@ def _refund(session: Session, payment: Payment, report: Report) -> bool:
 
 
 def _refund_of(session: Session, payment: Payment, report: Report) -> Refund | None:
-    """The refund, locked. One that somebody has made at the provider is written down, once its payment is captured."""
+    """The refund, locked. One that was made at the provider's site is written down, once its payment is captured."""
     if report.currency != payment.currency.upper():
         return None
     if report.refund_id is not None:

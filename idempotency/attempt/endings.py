@@ -41,8 +41,8 @@ class Waiting(BaseException):
     """
 
 
-class Queued(NotSent):
-    """An effect waits for its turn behind others: as `NotSent`, and that uses up no `defer_budget` either."""
+class Throttled(NotSent):
+    """Too many effects of this kind are under way: as `NotSent`, but waiting uses up no `defer_budget`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class Release:
     cause: BaseException | None
     give_back: bool = False
     forget: bool = False  # the record goes, if nothing is recorded in it
-    is_undecided: bool = False  # by the provider: a wake ends the delay, and `defer_budget` begins anew
+    is_undecided: bool = False  # by the provider, or throttled: a wake ends the delay, and `defer_budget` begins anew
     is_spent: bool = False  # the next claim has a last look, whatever `max_attempts` says
     ends_process: BaseException | None = None  # raised once the operation is released
 
@@ -132,7 +132,7 @@ def end_for(error: BaseException, attempt: Attempt) -> Fail | Release:
         case CallRefused():
             # a call that the body makes is refused the same way every time
             return Fail(claim, PermanentError(describe(error), "call_refused"), error)
-        case Undecided(seconds=seconds) | Queued(seconds=seconds):
+        case Undecided(seconds=seconds) | Throttled(seconds=seconds):
             return Release(claim, min(seconds, MAX_DELAY), error, give_back=True, is_undecided=True)
         case Defer(seconds=seconds) if claim.age + seconds <= settings.defer_budget:
             return Release(claim, seconds, error, give_back=True)

@@ -44,13 +44,13 @@ def check_broker_settings(app: Celery) -> tuple[bool, list[Finding]]:
 
 
 def check_signatures(app: Celery, given: Settings) -> list[Finding]:
-    """Whether messages are signed, so that nobody else who may publish can make a worker run something."""
+    """Whether messages are signed, so that workers run only what the application has published."""
     number, until = len(given.message_secrets), given.unsigned_until
     if not number:
         found = "are not signed"
         if _is_on_loopback(app):
             return [ok("messages", f"{found}; the broker listens on loopback")]
-        advice = "whoever may publish to the broker can call any task under any key; set idempotency_message_secrets"
+        advice = "anyone who may publish to the broker can call any task under any key; set idempotency_message_secrets"
         return [warning("messages", found, advice)]
     found = f"are signed, and {number} secret{'s are' if number > 1 else ' is'} accepted"
     if until is None:
@@ -69,9 +69,7 @@ def check_remote_control(app: Celery, given: Settings) -> list[Finding]:
     if _is_on_loopback(app) and not given.message_secrets:
         return [ok("remote control", "is on; the broker listens on loopback")]
     found = "is on" + (", and unlike messages it is not signed" if given.message_secrets else "")
-    advice = (
-        "whoever may publish to the broker can stop workers and revoke tasks; set worker_enable_remote_control = False"
-    )
+    advice = "anyone who may publish to the broker can stop workers and revoke tasks; set worker_enable_remote_control = False"
     return [warning("remote control", found, advice)]
 
 

@@ -18,4 +18,4 @@ def check_people(given: Settings) -> list[Finding]:
         return [ok("operators", f"{len(known_people(given.people_file))} are known by {source(given)}")]
     except SettingsError as error:
         subject, _, found = str(error).partition(": ")
-        return [warning(subject, found, "nobody can prove who they are here")]
+        return [warning(subject, found, "no person can prove who they are here")]

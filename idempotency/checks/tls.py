@@ -1,4 +1,4 @@
-"""Checks of the addresses: whether what leaves this machine is encrypted, and to the server that is meant.
+"""Checks of the addresses: whether what leaves this machine is encrypted, and the server verified.
 
 Connects to nothing. Each client is asked what it would do, with the options that the application gives it, since their
 defaults differ: libpq and py-amqp accept a certificate for any host, Celery's Redis any certificate at all. Not checked:
@@ -22,7 +22,7 @@ from pydantic import SecretStr
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError
 
-from ..hosts import is_among, is_loopback
+from ..hosts import Allowed, is_loopback
 from ..settings import Settings
 from ..store.connections import login
 from ..tls import redis_options
@@ -31,7 +31,7 @@ from .findings import Finding, Level, ok, refusal, warning
 PLAIN = "plain text off this machine"
 ANY_CERTIFICATE = "TLS without verifying the certificate"
 ANY_HOST = "TLS without comparing the certificate's name with the host's"
-UNKNOWN_OPTIONS = "TLS options in the address, which py-amqp does not take"
+UNKNOWN_OPTIONS = "TLS options in the address, which py-amqp does not support"
 
 _POSTGRES = "add sslmode=verify-full, and sslrootcert= with the authority's file"
 _REDIS = (
@@ -55,7 +55,8 @@ class Server:
 
 def check_tls(app: Celery, given: Settings | None) -> list[Finding]:
     """Whether each address that leaves this machine is encrypted and verified. `given`: the settings, if they are valid."""
-    allowed = () if given is None else given.plain_text_hosts
+    entries = () if given is None else given.plain_text_hosts
+    allowed = Allowed.of(entries)
     findings = []
     if given is not None:
         findings.append(_finding("idempotency_database_url", _postgres(login(given)), allowed))
@@ -64,8 +65,8 @@ def check_tls(app: Celery, given: Settings | None) -> list[Finding]:
     for setting, url in _brokers(app).items():
         findings.append(_finding(setting, _broker(app, url), allowed))
     findings.append(_finding("result_backend", _results(app), allowed))
-    if allowed:
-        found = f"{', '.join(allowed)}: may be reached in plain text, or over TLS that does not verify them"
+    if entries:
+        found = f"{', '.join(entries)}: may be reached in plain text, or over TLS that does not verify them"
         advice = "only where the network itself encrypts and knows its servers; remove what does not need it"
         findings.append(warning("idempotency_plain_text_hosts", found, advice))
     return [finding for finding in findings if finding is not None]
@@ -77,12 +78,12 @@ def is_refused(findings: Sequence[Finding], *settings: str) -> bool:
     return any(finding.level is Level.REFUSAL and finding.subject in subjects for finding in findings)
 
 
-def _finding(setting: str, servers: Sequence[Server] | None, allowed: Sequence[str]) -> Finding | None:
+def _finding(setting: str, servers: Sequence[Server] | None, allowed: Allowed) -> Finding | None:
     """About an address, whose hosts are not shown: in a mistyped one, a password may stand in their place."""
     if not servers:
         return None  # there is none, or it cannot be read, which is another finding
     away = [each for each in servers if each.names and not is_loopback(each.names[0])]
-    wrong = [each for each in away if each.wrong and not any(is_among(name, allowed) for name in each.names)]
+    wrong = [each for each in away if each.wrong and not any(map(allowed.has_host, each.names))]
     if wrong:
         advice = f"{wrong[0].remedy}, or name the host in idempotency_plain_text_hosts"
         return refusal(f"{setting} TLS", str(wrong[0].wrong), advice)
@@ -95,14 +96,14 @@ def _finding(setting: str, servers: Sequence[Server] | None, allowed: Sequence[s
 
 def _postgres(parameters: Mapping[str, Any]) -> list[Server]:
     """The servers that libpq would try, with what the environment says."""
-    said = {each.keyword.decode(): each.val.decode() for each in Conninfo.get_defaults() if each.val}
-    said |= {name: str(value) for name, value in parameters.items() if value is not None}
+    options = {each.keyword.decode(): each.val.decode() for each in Conninfo.get_defaults() if each.val}
+    options |= {name: str(value) for name, value in parameters.items() if value is not None}
     modes = {"verify-full": None, "verify-ca": ANY_HOST, "require": ANY_CERTIFICATE}
     # sslrootcert=system admits no mode but verify-full
-    wrong = None if said.get("sslrootcert") == "system" else modes.get(said.get("sslmode", ""), PLAIN)
-    if said.get("service") and not said.get("host"):
+    wrong = None if options.get("sslrootcert") == "system" else modes.get(options.get("sslmode", ""), PLAIN)
+    if options.get("service") and not options.get("host"):
         return [Server(("unknown",), wrong, _POSTGRES)]  # libpq alone reads that file
-    hosts = zip_longest(said.get("hostaddr", "").split(","), said.get("host", "").split(","), fillvalue="")
+    hosts = zip_longest(options.get("hostaddr", "").split(","), options.get("host", "").split(","), fillvalue="")
     return [
         # the number is what is connected to
         Server(() if not address and host[:1] in ("", "/", "@") else _names(address, host), wrong, _POSTGRES)

@@ -23,7 +23,7 @@ commands.add_typer(audit, name="audit")
 
 @audit.callback()
 def _group() -> None:
-    """Keeps `verify` a command of its own."""
+    """Keeps `verify` a subcommand."""
 
 
 @audit.command("verify")

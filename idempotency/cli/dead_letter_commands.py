@@ -23,7 +23,7 @@ from ..operate import discard
 from ..operate.change import Change, check_service
 from ..operate.money import letters_move_money
 from ..operate.people import authenticate
-from ..operate.replay import SaidNo, replay, said_no
+from ..operate.replay import ToConfirm, replay, to_confirm
 from ..store import dead_letters
 from ..store.dead_letters import BULK_LIMIT, Group, Selection
 from ..store.statements import describe
@@ -31,7 +31,7 @@ from ..store.sweeps import is_row_error
 from ..upkeep import reports
 from ..wire.keys import OperationId
 from .options import ActorOption, AppOption, JsonOption, RequestOption, ServiceOption
-from .proof import confirm, counted, proven_if, said
+from .proof import confirm, counted, proven_if, warnings
 from .terminal import (
     application,
     check_known,
@@ -153,21 +153,23 @@ def replay_letters(
     celery = application(app)
     chosen = _chosen(celery, ids, Selection("open", task_named(celery, task), error, service, tenant), limit)
     with runtime_of(celery).autocommit() as connection:
-        refused = said_no(connection, chosen)
+        unconfirmed = to_confirm(connection, chosen)
     by = Change(actor, reason)
     if not dry_run:
         what = "one of these dead letters" if (one := _single(ids)) is None else f"dead letter {one}"
         by = proven_if(celery, by, lambda own: letters_move_money(celery, own, chosen), action="replay", what=what)
-        if refused:
-            confirm(said(refused, len(chosen)), yes=yes)
-    confirmed = {no.letter for no in refused}
+        if unconfirmed:
+            confirm(warnings(unconfirmed, len(chosen)), yes=yes)
+    confirmed = {each.letter for each in unconfirmed}
 
     def replay_one(letter: int) -> dict[str, Any]:
         change = replace(by, request_id=None if request_id is None else f"{request_id}:{letter}")
-        id = replay(celery, letter, change, unless_said_no=letter not in confirmed)
+        id = replay(celery, letter, change, is_confirmed=letter in confirmed)
         return _named(letter, "replayed", id)
 
-    _each(chosen, replay_one, "replayed", single=_single(ids), dry_run=dry_run, as_json=as_json, refused=refused)
+    _each(
+        chosen, replay_one, "replayed", single=_single(ids), dry_run=dry_run, as_json=as_json, unconfirmed=unconfirmed
+    )
 
 
 @letters.command("discard")
@@ -294,17 +296,20 @@ def _each(
     single: int | None,
     dry_run: bool,
     as_json: bool,
-    refused: Sequence[SaidNo] = (),
+    unconfirmed: Sequence[ToConfirm] = (),
 ) -> None:
     """Do the work for each, in its own transaction; a refusal does not stop the others."""
     if dry_run:
         if as_json:
-            kinds = {was: [no.letter for no in refused if no.was == was] for was in {no.was for no in refused}}
+            kinds = {
+                was: [each.letter for each in unconfirmed if each.was == was]
+                for was in {each.was for each in unconfirmed}
+            }
             print_json({"dry_run": True, done: chosen} | kinds)
         else:
             named = f" (dead letters {', '.join(map(str, chosen))})" if chosen else ""
-            no = f"; of these, {counted(refused)}" if refused else ""
-            console.print(f"would be {done}: {len(chosen)}{named}{no}", soft_wrap=True)
+            some = f"; of these, {counted(unconfirmed)}" if unconfirmed else ""
+            console.print(f"would be {done}: {len(chosen)}{named}{some}", soft_wrap=True)
         return
     if single is not None:
         document = work(single)
@@ -315,7 +320,7 @@ def _each(
             print_line(f"dead letter {single} {done} {named}".rstrip())
         return
     succeeded: list[int] = []
-    left: list[dict[str, Any]] = []
+    refused: list[dict[str, Any]] = []
     bar: Iterable[int] = chosen
     if not as_json:
         bar = track(chosen, description=done, console=errors, transient=True)
@@ -327,14 +332,14 @@ def _each(
             if isinstance(error, DBAPIError) and not is_row_error(error):
                 raise
             why = describe(error) if isinstance(error, DBAPIError) else str(error)
-            left.append({"letter": letter, "why": why})
+            refused.append({"letter": letter, "why": why})
             errors.print(
                 plain(f"idempotency: dead letter {letter}: {why}" if why != str(error) else f"idempotency: {why}"),
                 markup=False,
             )
     if as_json:
-        print_json({done: succeeded, "refused": left})
+        print_json({done: succeeded, "refused": refused})
     else:
-        console.print(f"{done}: {len(succeeded)}, refused: {len(left)}")
-    if left:
+        console.print(f"{done}: {len(succeeded)}, refused: {len(refused)}")
+    if refused:
         raise typer.Exit(1)

@@ -1,4 +1,4 @@
-"""Who makes a change: the user at the keyboard, or the person whose token is in the environment where money is moved."""
+"""Who makes a change: the user at the keyboard, or, where money is moved, the person whose token is in the environment."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from ..errors import IdempotencyError, NotAuthenticated
 from ..operate.change import Change, called
 from ..operate.money import NEEDS_TOKEN, moves_money
 from ..operate.people import authenticate
-from ..operate.replay import SaidNo
+from ..operate.replay import ToConfirm
 from ..wire.keys import OperationId
 from .terminal import errors, operators_token
 
-# Of a bulk replay, so many are said in full.
+# A bulk replay shows so many warnings in full.
 SHOWN = 5
 
 
@@ -44,27 +44,27 @@ def proven_if(
     return replace(change, actor=person.name, is_verified=True)
 
 
-def confirm(said: str, *, yes: bool) -> None:
-    """Say what will be done, and ask. Without a terminal, `--yes` has to say so. Raises `IdempotencyError` otherwise."""
+def confirm(warnings: str, *, yes: bool) -> None:
+    """Show what will be done, and ask. Without a terminal, only `--yes` confirms. Raises `IdempotencyError` otherwise."""
     if yes:
         return
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
-        raise IdempotencyError(f"{said}\nnothing was done; to do so, give --yes")
-    errors.print(said, markup=False, highlight=False, soft_wrap=True)
+        raise IdempotencyError(f"{warnings}\nnothing was done; to do so, give --yes")
+    errors.print(warnings, markup=False, highlight=False, soft_wrap=True)
     if not typer.confirm("Do it?", err=True):
         raise IdempotencyError("nothing was done")
 
 
-def said(refused: Sequence[SaidNo], chosen: int) -> str:
+def warnings(found: Sequence[ToConfirm], chosen: int) -> str:
     """What a replay of `chosen` dead letters does to those that were declined or cancelled."""
-    lines = [f"dead letter {no.letter}: {no.said}" for no in refused[:SHOWN]]
+    lines = [f"dead letter {each.letter}: {each.warning}" for each in found[:SHOWN]]
     if chosen > 1:
-        more = "" if len(refused) <= SHOWN else f", the first {SHOWN} of them"
-        lines.insert(0, f"of {chosen} to be replayed, {counted(refused)}{more}:")
+        more = "" if len(found) <= SHOWN else f", the first {SHOWN} of them"
+        lines.insert(0, f"of {chosen} to be replayed, {counted(found)}{more}:")
     return "\n".join(lines)
 
 
-def counted(refused: Sequence[SaidNo]) -> str:
+def counted(found: Sequence[ToConfirm]) -> str:
     """How many were declined, and how many cancelled."""
-    kinds = Counter(no.was for no in refused)
+    kinds = Counter(each.was for each in found)
     return ", ".join(f"{kinds[was]} {'was' if kinds[was] == 1 else 'were'} {was}" for was in sorted(kinds))

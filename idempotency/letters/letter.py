@@ -128,9 +128,8 @@ def letter_of(
         headers = _beginning(headers)
     own = {name: value for name, value in headers.items() if not is_brokers(name) and name not in _NOT_REPLAYED}
     body, is_text = body_of(raw[:BODY_KEPT] if reason == BEYOND_LIMIT else raw)
-    said = (
-        {} if reason in (UNSIGNED, ALTERED, BEYOND_LIMIT) else headers
-    )  # what it says of an operation, unless that is not believed
+    # what names an operation, unless anyone may have written it
+    said = {} if reason in (UNSIGNED, ALTERED, BEYOND_LIMIT) else headers
     properties = {"correlation_id": headers["id"]} if isinstance(headers.get("id"), str) else {}
     payload = Message(json.loads(letters.headers_text(own)), body, _route(app, death, delivery), properties)
     if id is not None:

@@ -64,7 +64,7 @@ def approve(connection: Connection, person: Person, letter: int) -> None:
             raise DiscardRefused(f"dead letter {letter}: no one has asked to discard it")
         if asked.known_by != person.known_by:
             raise DiscardRefused(
-                f"dead letter {letter}: {asked.requested_by!r}, who asked for it, was known otherwise than people are now, and may be "
+                f"dead letter {letter}: {asked.requested_by!r}, who asked for it, was known in another way than people are now, and may be "
                 "the same person; ask again"
             )
         raise DiscardRefused(

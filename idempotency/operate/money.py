@@ -1,7 +1,7 @@
-"""Operations that move money: a person changes them only with a token that proves who it is.
+"""Operations that move money: a person changes them only with a token that proves who they are.
 
-A task says so by `moves_money=True`. A saga moves money if it says so, or if a task that it has called or will undo by does. A
-task that this application does not know may: then a token is needed, too.
+A task declares it by `moves_money=True`. A saga moves money if it declares it, or if a task does that it has called or is undone by.
+A task that this application does not know counts as moving money.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from ..store import letter_operations, saga_reading
 from ..store.outbox import EXTERNAL
 from ..wire.keys import OperationId
 from .change import Change, called
+
+NEEDS_TOKEN = "moves money, or its task is not known here, so a change needs an operator's token"  # noqa: S105
 
 
 def moves_money(app: Celery, connection: Connection, id: OperationId) -> bool:
@@ -47,6 +49,3 @@ def _moves(app: Celery, name: str) -> bool:
     if task is None and name.startswith(EXTERNAL):  # an event for others, which runs nothing
         return False
     return bool(getattr(task, "moves_money", task is None))
-
-
-NEEDS_TOKEN = "moves money, or its task is not known here: changed only with the token of an operator"  # noqa: S105

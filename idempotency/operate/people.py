@@ -1,9 +1,9 @@
 """Operators: adding and removing them, and what their tokens prove.
 
 A token is 256 random bits and is shown once; only its hash is kept. Each change leaves its audit row in its own
-transaction, and so does each refused token. Only the owner of the tables adds people, which the database checks, so that nobody
-who approves makes a second identity. Who people are can also be known outside (`identities`): then this table counts for
-nothing. Not promised: who logs in as the owner and approves as well can do both.
+transaction, and so does each refused token. Only the owner of the tables adds people, which the database checks, so that no
+approver makes a second identity. Who people are can also be known outside (`identities`): then this table counts for
+nothing. Not promised: a person who logs in as the owner and also approves can do both.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def audit_refusal(connection: Connection, who: str, why: str, *, action: str, le
 def check_may_add(runtime: Runtime, *, user: str, as_owner: bool) -> str:
     """Who adds operators: the owner of the tables alone, and not an admin, who could then approve as two. Returns the actor.
 
-    `as_owner` has to be given once there has been an admin, so that it is done on purpose. Raises `NotAllowed`, for everybody
+    `as_owner` has to be given once there has been an admin, so that it is done on purpose. Raises `NotAllowed`, always
     where people are known by a file or by their company.
     """
     action = "operators add"
@@ -130,7 +130,7 @@ def check_may_add(runtime: Runtime, *, user: str, as_owner: bool) -> str:
         if not people.owns_tables(connection):
             why = f"{action}: only a login that owns the library's tables makes identities; this one does not"
         elif not as_owner and people.had_admin(connection):
-            why = f"{action}: only the owner of the tables makes identities, an admin does not; as the owner, say --as-owner"
+            why = f"{action}: only the owner of the tables makes identities, an admin does not; as the owner, give --as-owner"
         if why is not None:
             audit_refusal(connection, user, why, action=action)
             raise NotAllowed(why)

@@ -23,13 +23,12 @@ from .change import Change, audit, called, repeated
 from .money import NEEDS_TOKEN, letters_move_money
 
 BY_PERSON = ("cancelled", REVOKED)
-# What ends an operation without a word of anybody about it.
-_OURS = (kind for kind in PermanentError.__subclasses__() if kind.__module__ == PermanentError.__module__)
-FAILURES = {
-    *(kind.default_code for kind in _OURS if kind is not StoredRefusal),
+# Codes of failures that the library itself finds. With any other code, a provider or the task's own code has declined.
+FOUND_BY_US = {
+    *(kind.default_code for kind in PermanentError.__subclasses__() if kind.__module__ == PermanentError.__module__),
     *EXPLANATIONS,
     *("abandoned", "call_refused"),
-}
+} - {StoredRefusal.default_code}
 
 
 class NotConfirmed(ReplayRefused):
@@ -37,37 +36,37 @@ class NotConfirmed(ReplayRefused):
 
 
 @dataclass(frozen=True, slots=True)
-class SaidNo:
-    """A dead letter whose operation was declined, or ended by a person, and what a replay of it does."""
+class ToConfirm:
+    """A dead letter whose operation was declined or cancelled, and what a replay of it does."""
 
     letter: int
     was: Literal["declined", "cancelled"]
-    said: str
+    warning: str
 
 
-def said_no(connection: Connection, letters: Sequence[int]) -> list[SaidNo]:
-    """Those of these letters whose operation was declined or cancelled. All others ended by a failure that may be over."""
-    return [no for row in letter_operations.ended_by_word(connection, letters) if (no := _said_no(row)) is not None]
+def to_confirm(connection: Connection, letters: Sequence[int]) -> list[ToConfirm]:
+    """Those of these letters whose operation was declined or cancelled. The others failed for a reason that may be over."""
+    return [found for row in letter_operations.failures(connection, letters) if (found := _to_confirm(row)) is not None]
 
 
-def _said_no(row: Row[Any]) -> SaidNo | None:
+def _to_confirm(row: Row[Any]) -> ToConfirm | None:
     id, at = OperationId(row.tenant, row.task, row.key), f"{row.failed_at:%F %T%z}"
     if row.code in BY_PERSON:
-        said = f"{called(id)}: was {row.code} by a person at {at}; a replay runs it all the same, under the same key"
-        return SaidNo(row.id, "cancelled", said)
+        why = f"was {row.code} by a person at {at}; a replay runs it all the same, under the same key"
+        return ToConfirm(row.id, "cancelled", f"{called(id)}: {why}")
     if row.effect is not None:
-        said = f"was declined by the provider as {row.refused_as} at {at}; a replay asks it again for {row.effect}, under a new key"
-        return SaidNo(row.id, "declined", f"{called(id)}: {said}, and what was declined may happen")
-    if row.code not in FAILURES:
-        said = f"was refused for good as {row.code} at {at}; a replay runs it again, and what was refused may happen"
-        return SaidNo(row.id, "declined", f"{called(id)}: {said}")
+        why = f"was declined by the provider as {row.refused_as} at {at}; a replay asks it again for {row.effect}, under a new key"
+        return ToConfirm(row.id, "declined", f"{called(id)}: {why}, and what was declined may happen")
+    if row.code not in FOUND_BY_US:
+        why = f"was refused for good as {row.code} at {at}; a replay runs it again, and what was refused may happen"
+        return ToConfirm(row.id, "declined", f"{called(id)}: {why}")
     return None
 
 
-def replay(app: Celery, letter: int, change: Change, *, unless_said_no: bool = False) -> OperationId:
+def replay(app: Celery, letter: int, change: Change, *, is_confirmed: bool = True) -> OperationId:
     """Send a dead letter again under the same key. Returns its operation. A saga that has stopped goes on.
 
-    `unless_said_no`: not what was declined or cancelled, which a person has to confirm; `said_no` says what a replay does there.
+    `is_confirmed`: False: not what was declined or cancelled (`NotConfirmed`); `to_confirm` lists it, for a person to confirm.
     Raises `OperationNotFound`, `ChangeRefused`, `NotAuthenticated` and `ReplayRefused`, the last also for an operation whose end a
     saga has used, and for a message without a valid signature where one is required.
     """
@@ -78,8 +77,8 @@ def replay(app: Celery, letter: int, change: Change, *, unless_said_no: bool = F
             return OperationId(done.tenant, done.task, done.key)
         if not change.is_verified and letters_move_money(app, connection, [letter]):
             raise NotAuthenticated(f"dead letter {letter}: {NEEDS_TOKEN}")
-        if unless_said_no and (no := said_no(connection, [letter])):
-            raise NotConfirmed(f"dead letter {letter}: {no[0].said}")
+        if not is_confirmed and (found := to_confirm(connection, [letter])):
+            raise NotConfirmed(f"dead letter {letter}: {found[0].warning}")
         service = runtime.settings.service
         _check_signature(connection, letter, runtime.settings)
         _check_not_erased(connection, letter)
@@ -145,7 +144,7 @@ def _check_not_erased(connection: Connection, letter: int) -> None:
 
 
 def _check_signature(connection: Connection, letter: int, settings: Settings) -> None:
-    """Raise `ReplayRefused` for a message that this application does not believe, unless it does by now: a replay is signed."""
+    """Raise `ReplayRefused` for a message whose signature was not valid and still is not: a replay is signed."""
     row = dead_letters.show(connection, letter)
     if row.reason not in (UNSIGNED, ALTERED) or not settings.message_secrets:
         return

@@ -15,9 +15,10 @@ from sqlalchemy import Row
 from ..application import runtime_of
 from ..attempt.runtime import Runtime
 from ..errors import ChangeRefused, OperationNotFound
+from ..hosts import Allowed
 from ..store import webhooks as stored
 from ..webhooks import challenge
-from ..webhooks.addresses import Allowed, target_of
+from ..webhooks.addresses import target_of
 from ..webhooks.posting import Sender
 from ..webhooks.signing import Scheme, new_secret, verifier_of
 from ..wire.keys import check_key

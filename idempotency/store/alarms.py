@@ -18,13 +18,13 @@ from .outbox import STUCK
 ALERT_LOCK = 0x1DE4907F
 # Rows per pass.
 BATCH = 10_000
-# Where alerts go. Each is told everything once: a process that only logs takes nothing away from one that can send.
+# Where alerts go. Each gets everything once: what one process has logged, another can still send.
 Channel = Literal["log", "webhook"]
 
 # ---------------------------------------------------------------- alerts
 
-# What is new to a channel, and the prefix of its kinds. The log comes first, and takes what every process finds; the webhook
-# gets what is open, from the processes that can post. Neither waits for the other.
+# What is new to a channel. The log comes first; the webhook gets what has been logged and is still open, from a process that can
+# post.
 _NEW = {
     "log": ("alerted_at IS NULL AND alert_logged_at IS NULL", ""),
     "webhook": ("alerted_at IS NULL AND alert_logged_at IS NOT NULL", "AND status = 'open'"),

@@ -78,16 +78,16 @@ RETURNING task, ordering_key
 def request(connection: Connection, letter: int, *, by: str, known_by: str | None = None, reason: str) -> bool:
     """Record a request to discard an open letter. False: it is not open, or there is a request already.
 
-    `known_by`: what the person is known by. A request of somebody who is known otherwise is replaced.
+    `known_by`: what the person is known by. A request by a person who is known otherwise is replaced.
     """
     fields = {"letter": letter, "by": by, "known_by": known_by, "reason": reason}
     return connection.exec_driver_sql(_REQUEST, fields).one_or_none() is not None
 
 
 def approve(connection: Connection, letter: int, *, asked: str, by: str, known_by: str | None) -> str | None:
-    """Record another person's approval of what `asked` has asked for. Returns the request's reason; None: there is none such.
+    """Record another person's approval of what `asked` has asked for. Returns the request's reason; None: there is no such request.
 
-    `known_by`: what the person is known by, and the one who asked has to be, too.
+    `known_by`: what the person is known by; it has to be the same for the one who asked.
     """
     fields = {"letter": letter, "asked": asked, "by": by, "known_by": known_by}
     reason: str | None = connection.exec_driver_sql(_APPROVE, fields).scalar_one_or_none()

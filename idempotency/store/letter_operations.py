@@ -11,9 +11,9 @@ _NAMED = """
 SELECT DISTINCT tenant, task, key, header_task FROM idempotency.dead_letters WHERE id = ANY(%(ids)s)
 """
 
-# How the operation of an open letter has ended, if that is what the letter is about. An effect that was refused in this generation
+# How the operation of an open letter has failed, if that is what the letter is about. An effect that was refused in this generation
 # was refused by the provider.
-_ENDED_BY_WORD = """
+_FAILURES = """
 SELECT d.id, d.tenant, d.task, d.key, d.failed_at, r.error_code AS code, refused.effect, refused.code AS refused_as
 FROM idempotency.dead_letters d
 JOIN idempotency.records r ON (r.tenant, r.task, r.key, r.fingerprint, r.generation)
@@ -32,6 +32,6 @@ def named(connection: Connection, letters: Sequence[int]) -> Sequence[Row[Any]]:
     return connection.exec_driver_sql(_NAMED, {"ids": list(letters)}).all()
 
 
-def ended_by_word(connection: Connection, letters: Sequence[int]) -> Sequence[Row[Any]]:
-    """How the operations of these letters have ended: `code`, and the `effect` that its provider has `refused_as`, if any."""
-    return connection.exec_driver_sql(_ENDED_BY_WORD, {"ids": list(letters)}).all()
+def failures(connection: Connection, letters: Sequence[int]) -> Sequence[Row[Any]]:
+    """How the operations of these letters have failed: `code`, and the `effect` that its provider has `refused_as`, if any."""
+    return connection.exec_driver_sql(_FAILURES, {"ids": list(letters)}).all()

@@ -78,7 +78,7 @@ class CheckedConnection(psycopg.Connection[Any]):
         try:
             answer = super().wait(gen if self.patience is None else self._with_deadline(gen), *args, **options)
         except psycopg.Error as error:
-            leave_out_values(error)  # whoever repeats its text, in an error or a log, repeats no row
+            leave_out_values(error)  # its text may be repeated in another error or a log
             raise
         if self._warned and self.pgconn.transaction_status == TransactionStatus.IDLE:
             self._fail("committed, but not confirmed by a synchronous standby")

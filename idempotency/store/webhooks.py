@@ -98,7 +98,7 @@ FROM (
 WHERE e.id = judged.id AND e.status = '{ENABLED}' RETURNING e.id, e.disabled_because
 """
 
-# Attempts at one endpoint: slow ones may not have all workers.
+# Attempts at one endpoint at a time: a slow one must not occupy all workers.
 AT_ONCE = 8
 _DUE = """
 SELECT d.body, e.id AS endpoint_id, e.url, e.status,
@@ -144,7 +144,7 @@ DELETE FROM idempotency.webhook_deliveries WHERE id IN (
 
 
 @dataclass(frozen=True, slots=True)
-class Due:
+class Begun:
     """What an attempt needs: `number` is its place among those of this redelivery, from 1."""
 
     attempt: int
@@ -155,8 +155,8 @@ class Due:
 
 
 @dataclass(frozen=True, slots=True)
-class NotDue:
-    """No attempt may be made: the delivery is given up, or the endpoint, which fails, has another attempt under way."""
+class NotBegun:
+    """No attempt may be made. `because`: why the delivery is given up; None: the endpoint is busy with others."""
 
     because: str | None
 
@@ -260,18 +260,18 @@ def count_given_up(connection: Connection, id: str, *, is_gone: bool, most: int,
 # ---------------------------------------------------------------- attempts
 
 
-def begin_attempt(connection: Connection, id: str, redelivery: int, *, most: int, longest: float) -> Due | NotDue:
+def begin_attempt(connection: Connection, id: str, redelivery: int, *, most: int, longest: float) -> Begun | NotBegun:
     """Note that an attempt begins, before it is made; commit before the POST. `longest`: seconds that one may take."""
     fields = {"id": id, "redelivery": redelivery, "longest": longest, "at_once": AT_ONCE}
     found = connection.exec_driver_sql(_DUE, fields).one_or_none()
     if found is None or found.status != ENABLED:
-        return NotDue(NO_ENDPOINT)
+        return NotBegun(NO_ENDPOINT)
     if found.tries >= most:
-        return NotDue(EXHAUSTED)
+        return NotBegun(EXHAUSTED)
     if found.is_busy:
-        return NotDue(None)
+        return NotBegun(None)
     attempt = connection.exec_driver_sql(_BEGIN, {"id": id, "redelivery": redelivery}).scalar_one()
-    return Due(attempt, found.tries + 1, found.url, found.body, secrets_of(connection, found.endpoint_id))
+    return Begun(attempt, found.tries + 1, found.url, found.body, secrets_of(connection, found.endpoint_id))
 
 
 def end_attempt(

@@ -7,20 +7,18 @@ from __future__ import annotations
 
 import re
 import socket
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
-from typing import Self
+from ipaddress import IPv4Address, IPv6Address, IPv6Network, ip_address, ip_network
 from urllib.parse import urlsplit
 
 from ..errors import AddressRefused
 from ..extras import extra
+from ..hosts import Address, Allowed
 
 with extra("webhooks"):
     import idna
 
-Address = IPv4Address | IPv6Address
-Network = IPv4Network | IPv6Network
 # The addresses of a host's name. Raises `OSError`.
 Resolve = Callable[[str, int], Sequence[Address]]
 
@@ -47,28 +45,6 @@ _NOT_PUBLIC = tuple(
 )
 # Everything else of IPv6 is local, reserved, or has an IPv4 address inside (::ffff:0:0/96, 64:ff9b::/96).
 _GLOBAL_UNICAST = IPv6Network("2000::/3")
-
-
-@dataclass(frozen=True, slots=True)
-class Allowed:
-    """The exceptions from the rule that an address is public: names of hosts, and networks."""
-
-    hosts: frozenset[str] = frozenset()
-    networks: tuple[Network, ...] = ()
-
-    @classmethod
-    def of(cls, entries: Iterable[str]) -> Self:
-        """Read the setting `webhook_allowed_hosts`: `hooks.internal`, `10.1.2.0/24`, `127.0.0.1`."""
-        hosts, networks = set(), []
-        for entry in entries:
-            try:
-                networks.append(ip_network(entry))
-            except ValueError:
-                hosts.add(entry.lower())
-        return cls(frozenset(hosts), tuple(networks))
-
-    def has(self, address: Address) -> bool:
-        return any(address in network for network in self.networks)
 
 
 @dataclass(frozen=True, slots=True)

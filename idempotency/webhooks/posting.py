@@ -18,8 +18,9 @@ from typing import Any, Self
 
 from ..attempt.threads import DaemonThreads
 from ..errors import AddressRefused
+from ..hosts import Address, Allowed
 from ..settings import Settings
-from .addresses import Address, Allowed, Resolve, Target, addresses_of, look_up, target_of
+from .addresses import Resolve, Target, addresses_of, look_up, target_of
 
 # Of an answer, which nobody reads but for a challenge. The rest is left unread.
 BODY_LIMIT = 4096

@@ -21,7 +21,7 @@ from celery import Celery, current_app
 from sqlalchemy.orm import Session
 
 from ..application import runtime_of
-from ..attempt.endings import Queued
+from ..attempt.endings import Throttled
 from ..attempt.runtime import Runtime
 from ..errors import Again, PermanentError
 from ..events import subscribe
@@ -154,20 +154,20 @@ def _attempt(
     """Record an attempt, make it, and record the answer. Returns what ends the delivery; raises `Again` if nothing does."""
     sender = Sender.of(runtime.settings)
     with runtime.transaction(tenant) as connection:
-        due = stored.begin_attempt(
+        begun = stored.begin_attempt(
             connection, delivery_id, redelivery, most=ATTEMPTS, longest=sender.timeout + 2 * RESOLVE_TIMEOUT
         )
-    if isinstance(due, stored.NotDue):
-        if due.because is None:
-            raise Queued(BUSY_PAUSE * random.uniform(0.5, 1.5), "other attempts at this endpoint are under way")
-        return {"given_up": due.because}
+    if isinstance(begun, stored.NotBegun):
+        if begun.because is None:
+            raise Throttled(BUSY_PAUSE * random.uniform(0.5, 1.5), "other attempts at this endpoint are under way")
+        return {"given_up": begun.because}
     crash_point("webhook.recorded")
-    answer = sender.post(due.url, signed(delivery_id, due.body, due.secrets, datetime.now(UTC)), due.body)
+    answer = sender.post(begun.url, signed(delivery_id, begun.body, begun.secrets, datetime.now(UTC)), begun.body)
     crash_point("webhook.posted")
     with runtime.transaction(tenant) as connection:
         stored.end_attempt(
             connection,
-            due.attempt,
+            begun.attempt,
             status=answer.status,
             error=answer.failure,
             milliseconds=answer.milliseconds,
@@ -175,12 +175,12 @@ def _attempt(
         )
     metrics.webhooks.labels(answer.failure or f"{str(answer.status)[0]}xx").inc()
     if answer.is_accepted:
-        return {"given_up": None, "attempts": due.number}
+        return {"given_up": None, "attempts": begun.number}
     if answer.status == HTTPStatus.GONE:
-        return {"given_up": stored.GONE, "attempts": due.number}
-    if due.number >= ATTEMPTS:
-        return {"given_up": stored.EXHAUSTED, "attempts": due.number}
-    raise Again(_pause(due.number, answer), NotAccepted(f"attempt {due.number} of {ATTEMPTS}: {answer}"))
+        return {"given_up": stored.GONE, "attempts": begun.number}
+    if begun.number >= ATTEMPTS:
+        return {"given_up": stored.EXHAUSTED, "attempts": begun.number}
+    raise Again(_pause(begun.number, answer), NotAccepted(f"attempt {begun.number} of {ATTEMPTS}: {answer}"))
 
 
 def _pause(number: int, answer: Answer) -> float:

@@ -1,6 +1,6 @@
 """What py-amqp and kombu do with a message before there is one to examine.
 
-Both are made to get over what would end the worker there, and then the next one that receives the message (py-amqp 5.3,
+Both are made to survive what would otherwise end the worker, and then the next one that receives the message (py-amqp 5.3,
 `amqp.serialization`; kombu 5.6, `kombu.message`): timestamps beyond Python's datetime, because some producers send
 milliseconds where AMQP wants seconds; headers that are nested so deep that reading them exhausts the stack; and a small body
 that is decompressed to more than memory holds.
@@ -32,7 +32,7 @@ class TooLarge(ValueError):
 
 
 def bound_what_arrives() -> None:
-    """Keep py-amqp and kombu from failing on a message, or for lack of memory, in the whole process. Idempotent."""
+    """Keep py-amqp and kombu, in the whole process, from failing on a message or running out of memory. Idempotent."""
     module: Any = serialization
     module.datetime = _LenientDatetime
     if not isinstance(module._read_item, _ShallowReader):
@@ -41,7 +41,7 @@ def bound_what_arrives() -> None:
 
 
 class _ShallowReader:
-    """py-amqp's reader of a header, which calls itself for those inside, but not for ever."""
+    """py-amqp's reader of a header, which calls itself for nested ones, with a limit."""
 
     def __init__(self, read: Callable[[Any, int], tuple[Any, int]]) -> None:
         self._read = read

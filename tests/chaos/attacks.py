@@ -1,4 +1,4 @@
-"""Attacks: what somebody who may publish, and knows no secret, can send. They are faults of the plan like the others.
+"""Attacks: what an attacker who may publish, but knows no secret, can send. They are faults of the plan like the others.
 
 Whatever is made up bears a mark, in a key, a tenant, an account or an amount, by which the checker knows it everywhere.
 The rest is overheard: for a second, a queue is bound beside that of the workers.

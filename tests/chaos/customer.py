@@ -1,4 +1,4 @@
-"""A customer of the shop who gets its webhooks: over TLS, by a bad connection, and some of them it never accepts.
+"""A customer of the shop, who gets its webhooks over TLS and a bad connection, and never accepts some of them.
 
 What it does with a delivery depends on the delivery's id, so that it is the same in each attempt.
 """
@@ -16,7 +16,7 @@ from standardwebhooks import Webhook, WebhookVerificationError
 from tests.support import receiver
 from tests.support.receiver import Answer, Request
 
-# Of so many deliveries: one is never accepted, one is taken and not answered the first time, one is put off.
+# One in so many deliveries is never accepted; taken and not answered the first time; put off.
 REFUSED, UNANSWERED, PUT_OFF = 9, 5, 6
 STRUCK = ("webhooks never accepted", "webhooks taken and not answered", "webhooks put off", "webhooks posted again")
 

@@ -26,8 +26,9 @@ from pydantic import SecretStr
 from standardwebhooks import Webhook
 
 from idempotency.errors import AddressRefused, InvalidKey
+from idempotency.hosts import Allowed
 from idempotency.http.key import key_of
-from idempotency.webhooks.addresses import Allowed, Target, target_of
+from idempotency.webhooks.addresses import Target, target_of
 from idempotency.webhooks.posting import _retry_after
 from idempotency.wire.keys import MAX_KEY_LENGTH
 from idempotency.wire.message import KEY_HEADER, SIGNATURE_HEADER, TENANT_HEADER

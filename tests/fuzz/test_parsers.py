@@ -59,7 +59,7 @@ def test_a_url_that_others_read_differently_is_a_failure(monkeypatch: pytest.Mon
         parsers.webhook_url("https://hooks.example.com/")
 
 
-def test_a_signature_that_is_believed_too_easily_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signature_that_is_accepted_too_easily_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parsers, "check_stripe", lambda *_: None)
     with pytest.raises(AssertionError, match="at another time"):
         parsers.stripe_signature({"header": "t=OLD,v1=STRIPE_OLD", "body": parsers._EVENT})

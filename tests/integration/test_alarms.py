@@ -318,7 +318,7 @@ def test_what_one_process_cannot_send_is_sent_by_another(
     assert connection.execute(text("SELECT count(*) FROM idempotency.alarms")).scalar_one() == 0
 
 
-def test_an_alarm_that_was_sent_is_forgotten_where_no_process_can_send_its_end(
+def test_an_alarm_is_forgotten_where_no_process_can_send_its_end(
     bank: Celery, queue: str, connection: Connection
 ) -> None:
     connection.execute(

@@ -131,7 +131,7 @@ def test_what_would_forge_a_line_is_refused(bank: Celery, connection: Connection
     assert len(reasons) == 2
 
 
-def test_no_message_writes_a_line_of_its_own_into_the_log(
+def test_no_message_forges_a_line_of_the_log(
     bank: Celery, worker: Worker, connection: Connection, entries: Callable[[str], int]
 ) -> None:
     """By its ids, its task, its key, its headers, or the text of an error that repeats its arguments; by remote control, too."""

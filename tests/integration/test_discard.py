@@ -209,7 +209,7 @@ def test_an_operator_that_cannot_be_added_is_a_refused_change(
         people.add_operator(connection, SETUP, name, "operator", days=days)
 
 
-def test_an_admin_removes_people_and_only_the_owner_of_the_tables_adds_them(
+def test_an_admin_removes_people_and_only_the_tables_owner_adds_them(
     run: Callable[..., Result], connection: Connection
 ) -> None:
     run("operators", "remove", "ann", status=1)
@@ -229,7 +229,7 @@ def test_an_admin_removes_people_and_only_the_owner_of_the_tables_adds_them(
     assert actors == ["as the owner of the tables"] * 2
 
 
-def test_who_comes_back_under_nearly_the_same_name_is_the_same_person(
+def test_nearly_the_same_name_is_the_same_person(
     bank: Celery, failed: Callable[..., None], connection: Connection, run: Callable[..., Result]
 ) -> None:
     """Removed and added again, with a new token: what they have asked for is still theirs."""
@@ -255,7 +255,9 @@ def test_a_name_that_was_known_otherwise_does_not_count_as_another_person(
     (letter,) = op.dead_letters(connection)
     act(bank, discard.request, ANN, letter.id, "mine")
     ann = Person("00u1", "admin", "https://login.example")  # the same person, as the company knows her
-    with pytest.raises(DiscardRefused, match="was known otherwise than people are now, and may be the same person"):
+    with pytest.raises(
+        DiscardRefused, match="was known in another way than people are now, and may be the same person"
+    ):
         act(bank, discard.approve, ann, letter.id)
     act(bank, discard.request, ann, letter.id, "asked again")
     with pytest.raises(DiscardRefused, match="'00u1' asked for it"):

@@ -147,7 +147,7 @@ def test_a_person_of_the_file_is_known_by_a_token_of_their_own(
         (lambda path: path.write_bytes(b"\xff"), "is not UTF-8"),
         (lambda path: path.write_text("[ann]\nrole = 'owner'"), "ann.role: Input should be 'operator' or 'admin'"),
         (lambda path: path.write_text(PEOPLE.replace(identities.token_hash(BEN), identities.token_hash(ANN))), "same"),
-        (lambda path: path.write_text(PEOPLE.replace("[ben]", "[Ann]")), "two names differ by case"),
+        (lambda path: path.write_text(PEOPLE.replace("[ben]", "[Ann]")), "two names differ only in case"),
         (lambda path: path.write_text(PEOPLE.replace(identities.token_hash(BEN), ANN)), "ben.token_sha256: String"),
     ],
 )

@@ -26,7 +26,7 @@ from tests.support.operators import ANN, snapshot
 from tests.support.tasks import transactional
 
 Ask = Callable[..., Answer]
-NEEDED = "moves money, or its task is not known here: changed only with the token of an operator"
+NEEDED = "moves money, or its task is not known here, so a change needs an operator's token"
 NOBODY = {"nobody": "not set", "late": "the token of 'late' has expired", "gone": "no operator has this token"}
 
 
@@ -96,7 +96,7 @@ VERBS: dict[str, tuple[Callable[..., Any], tuple[str, ...], str]] = {
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_what_moves_money_is_changed_by_who_has_a_valid_token(
+def test_what_moves_money_is_changed_only_with_a_valid_token(
     ask: Ask, connection: Connection, deliveries: Deliveries, charge: Any, verb: str
 ) -> None:
     make, arguments, action = VERBS[verb]
@@ -167,7 +167,7 @@ CANCELLED = r"was cancelled by a person at .*; a replay runs it all the same, un
         ("attempts", None),
     ],
 )
-def test_a_replay_says_what_it_does_to_what_has_ended_by_a_word(
+def test_a_replay_says_what_it_does_to_what_was_declined_or_cancelled(
     ask: Ask, bank: Celery, connection: Connection, deliveries: Deliveries, charge: Any, how: str, said: str | None
 ) -> None:
     if how == "declined":
@@ -188,7 +188,7 @@ def test_a_replay_says_what_it_does_to_what_has_ended_by_a_word(
         assert ask(*replaying).status == 0
         return
     with pytest.raises(NotConfirmed, match=f"dead letter {letter.id}: .* k: {said}"):
-        replay(bank, letter.id, ANN, unless_said_no=True)
+        replay(bank, letter.id, ANN, is_confirmed=False)
     refused = ask(*replaying, who="ann")
     assert refused.status == 1
     assert refused.error.endswith("\nnothing was done; to do so, give --yes\n")

@@ -253,7 +253,7 @@ def test_the_application_delivers_webhooks_of_its_tenant_alone(walled: str, as_r
             connection, "m", tenant="a", service="s", endpoint="a", task="t", event_type="e", body="{}"
         )
         due = webhooks.begin_attempt(connection, "m", 0, most=1, longest=1.0)
-        assert isinstance(due, webhooks.Due)
+        assert isinstance(due, webhooks.Begun)
         webhooks.end_attempt(connection, due.attempt, status=500, error=None, milliseconds=1, is_accepted=False)
         webhooks.delivered(connection, "m", 0)
         webhooks.give_up(connection, "m", 0, webhooks.GONE)

@@ -70,7 +70,7 @@ def test_an_error_of_our_connections_names_the_constraint_and_no_row(
 
 @pytest.mark.direct
 @pytest.mark.usefixtures("people")
-def test_an_error_of_another_connection_loses_its_values_on_the_way_to_celery(subtests: Any, database: str) -> None:
+def test_an_error_of_another_connection_reaches_celery_without_values(subtests: Any, database: str) -> None:
     engine = create_engine(database)
     for wrong, (statement, named) in WRONG.items():
         with subtests.test(wrong):

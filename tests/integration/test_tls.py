@@ -208,7 +208,7 @@ def test_the_librarys_connections_compare_names_where_py_amqp_does_not(encrypted
         right.connect()
 
 
-def test_a_worker_s_own_connection_is_refused_with_what_the_doctor_asks_for(encrypted: Encrypted) -> None:
+def test_a_workers_own_connection_is_refused_as_the_doctor_says(encrypted: Encrypted) -> None:
     options = {"ca_certs": encrypted.authority, "server_hostname": None}
     connection = client(encrypted, OTHER_HOST, options).connection_for_read()
     with connection, pytest.raises(ssl.SSLCertVerificationError, match="mismatch"):

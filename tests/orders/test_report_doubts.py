@@ -48,7 +48,7 @@ def silent_refund(shop: Shop) -> tuple[str, str, str, str]:
 
 
 @pytest.mark.parametrize("failure_is_reported", [True, False])
-def test_a_refund_that_was_reported_made_and_is_polled_as_failed_is_freed_once(
+def test_a_refund_reported_as_made_and_polled_as_failed_is_freed_once(
     shop: Shop,
     failure_is_reported: bool,
     monkeypatch: pytest.MonkeyPatch,

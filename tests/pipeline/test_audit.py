@@ -88,14 +88,14 @@ def test_it_is_red_on_a_pinned_version_that_is_known(advisories: Advisories) -> 
     assert PINNED in done.stdout
 
 
-def test_it_is_red_if_the_service_does_not_know_what_everybody_knows(advisories: Advisories) -> None:
+def test_it_is_red_if_the_service_does_not_report_a_known_advisory(advisories: Advisories) -> None:
     done = audit(advisories.url)
     assert done.returncode != 0
     assert "the audit sees nothing" in done.stdout
     assert advisories.asked == {PROOF[0]}
 
 
-def test_it_says_in_one_line_that_nobody_answers(advisories: Advisories) -> None:
+def test_it_says_in_one_line_that_no_service_answers(advisories: Advisories) -> None:
     advisories.close()
     done = audit(advisories.url)
     assert (done.returncode, done.stdout) == (0, "audit: no advisory service answers: nothing was audited\n")

@@ -18,7 +18,7 @@ from tests.sagas.conftest import Stage
 from tests.support.commands import Answer, runner
 from tests.support.tasks import transactional
 
-NEEDED = "moves money, or its task is not known here: changed only with the token of an operator"
+NEEDED = "moves money, or its task is not known here, so a change needs an operator's token"
 
 
 @pytest.fixture

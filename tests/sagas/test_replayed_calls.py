@@ -231,7 +231,7 @@ def test_an_undo_that_was_replaced_is_not_taken_for_done_until_a_person_says_so(
 
 
 @pytest.mark.parametrize("is_caught", [True, False])
-def test_a_gather_waits_for_the_replay_of_a_call_whose_failure_it_has_not_seen(
+def test_a_gather_waits_for_the_replay_of_a_failure_it_has_not_seen(
     stage: Stage, charging: Any, is_caught: bool
 ) -> None:
     """The charge happened; while another call runs, a person says so and replays it."""
@@ -304,7 +304,7 @@ def test_what_was_undone_by_hand_is_not_replayed_once_its_saga_is_purged(stage: 
         replay(stage.app, letter_of(stage, charging), ANN)
 
 
-def test_what_has_replaced_a_call_is_seen_to_before_what_came_earlier_is_undone(stage: Stage) -> None:
+def test_a_replacement_is_seen_to_before_what_came_earlier_is_undone(stage: Stage) -> None:
     """The call has no undo, but what replaced it may still run, and needs what the earlier step has made."""
     void, late = entering(stage, "void"), entering(stage, "late")
 

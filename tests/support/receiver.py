@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import socket
 import ssl
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -90,6 +92,33 @@ def start(both: Path) -> Receiver:
     server.receiver = receiver  # type: ignore[attr-defined]
     threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     return receiver
+
+
+@contextmanager
+def dripping(certificate: str, pieces: Callable[[], Iterator[bytes]]) -> Iterator[str]:
+    """A server that sends its answer piece by piece."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            try:
+                with context.wrap_socket(server.accept()[0], server_side=True) as connection:
+                    asked = connection.makefile("rb")
+                    length = 0
+                    while (line := asked.readline().strip()) != b"":
+                        if line.lower().startswith(b"content-length:"):
+                            length = int(line.split(b":")[1])
+                    asked.read(length)  # what is left unread when it closes would reset the connection
+                    for piece in pieces():
+                        connection.sendall(piece)
+            except OSError:
+                pass
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        yield f"https://127.0.0.1:{server.getsockname()[1]}/"
+    thread.join(5)
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -35,7 +35,7 @@ def test_a_name_is_matched_as_a_whole_and_not_as_a_pattern() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_nobody_hears_a_mailbox_unless_remote_control_is_on(kind: str) -> None:
+def test_no_user_reads_a_mailbox_unless_remote_control_is_on(kind: str) -> None:
     off, on = application(), application()
     on.conf.worker_enable_remote_control = True
     assert not re.search(given(off, kind, "read"), MAILBOX)

@@ -19,7 +19,7 @@ from idempotency.checks.findings import Finding, Level
 from idempotency.checks.startup import require_safe_setup
 from idempotency.checks.tls import ANY_CERTIFICATE, ANY_HOST, PLAIN, UNKNOWN_OPTIONS, check_tls
 from idempotency.errors import SettingsError
-from idempotency.hosts import is_among
+from idempotency.hosts import Allowed
 from idempotency.queues import quorum_queue
 from idempotency.settings import Settings
 from idempotency.tls import amqp_options, redis_options
@@ -182,8 +182,8 @@ def test_hosts_of_a_private_network_are_named_and_always_reported() -> None:
     assert reported.found.startswith("db.example, 10.1.0.0/16: may be reached in plain text")
     check(findings(idempotency_plain_text_hosts=hosts, broker_url="amqp://10.2.0.1")["broker_url"], PLAIN)
     assert Settings(database_url=LOCAL).plain_text_hosts == ()
-    assert is_among("DB.example", ["db.example"])
-    assert not is_among("db.example.org", ["db.example"])
+    assert Allowed.of(["db.example"]).has_host("DB.example")
+    assert not Allowed.of(["db.example"]).has_host("db.example.org")
 
 
 def test_no_worker_relay_or_beat_starts_with_plain_text_off_this_machine() -> None:

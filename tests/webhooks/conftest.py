@@ -14,10 +14,12 @@ from sqlalchemy import Engine, text
 from idempotency import events, publish
 from idempotency.application import close_runtime, runtime_of
 from idempotency.attempt.runtime import Runtime
+from idempotency.hosts import Allowed
 from idempotency.operate import webhooks as operate
 from idempotency.operate.change import Change
 from idempotency.testing import Outbox
-from idempotency.webhooks import send_webhooks
+from idempotency.webhooks import posting, send_webhooks
+from idempotency.webhooks.posting import Sender
 from idempotency.webhooks.signing import Scheme
 from tests.support import receiver as receivers
 from tests.support.commands import Run, runner
@@ -38,6 +40,11 @@ def receiver(certificate: Path) -> Iterator[Receiver]:
     running = receivers.start(certificate)
     yield running
     running.close()
+
+
+@pytest.fixture
+def sender(receiver: Receiver) -> Sender:
+    return Sender(Allowed.of(["127.0.0.0/8", "localhost"]), posting._authorities(str(receiver.ca_file)), timeout=2.0)
 
 
 @pytest.fixture

@@ -9,7 +9,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from idempotency.errors import AddressRefused
-from idempotency.webhooks.addresses import Allowed, addresses_of, is_public, target_of
+from idempotency.hosts import Allowed
+from idempotency.webhooks.addresses import addresses_of, is_public, target_of
 
 NONE = Allowed()
 ACCEPTED = {

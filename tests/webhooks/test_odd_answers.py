@@ -19,16 +19,9 @@ from idempotency.operate import webhooks as operate
 from idempotency.store import webhooks as stored
 from idempotency.testing import Outbox
 from idempotency.webhooks import posting
-from idempotency.webhooks.addresses import Allowed
 from idempotency.webhooks.posting import Sender
-from tests.support.receiver import Receiver, answering
+from tests.support.receiver import Receiver, answering, dripping
 from tests.support.tasks import transactional
-from tests.webhooks.test_posting import dripping
-
-
-@pytest.fixture
-def sender(receiver: Receiver) -> Sender:
-    return Sender(Allowed.of(["127.0.0.0/8", "localhost"]), posting._authorities(str(receiver.ca_file)), timeout=2.0)
 
 
 def test_a_chunk_of_a_negative_size_does_not_lift_the_limit_of_an_answer(
@@ -43,7 +36,7 @@ def test_a_chunk_of_a_negative_size_does_not_lift_the_limit_of_an_answer(
         for _ in range(sent // 65536):
             yield b"x" * 65536
 
-    with dripping(receiver, str(receiver.ca_file).removesuffix(".crt"), body) as url:
+    with dripping(str(receiver.ca_file).removesuffix(".crt"), body) as url:
         tracemalloc.start()
         try:
             assert sender.post(url, {}, "{}").status == 200
@@ -58,7 +51,7 @@ def test_whatever_a_chunk_size_is_the_status_counts(receiver: Receiver, sender: 
     def body() -> Iterator[bytes]:
         yield b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n-5\r\nxxxxx\r\n0\r\n\r\n"
 
-    with dripping(receiver, str(receiver.ca_file).removesuffix(".crt"), body) as url:
+    with dripping(str(receiver.ca_file).removesuffix(".crt"), body) as url:
         assert sender.post(url, {}, "{}").status == 200
 
 
@@ -168,6 +161,6 @@ def test_an_endpoint_that_is_slow_and_accepts_has_not_all_workers(
     under_way = 0
     for delivery in rows("deliveries"):
         with transactional(engine).begin() as connection:
-            due = stored.begin_attempt(connection, delivery.id, 0, most=10, longest=20.0)
-        under_way += isinstance(due, stored.Due)
+            begun = stored.begin_attempt(connection, delivery.id, 0, most=10, longest=20.0)
+        under_way += isinstance(begun, stored.Begun)
     assert under_way < 32

@@ -3,29 +3,22 @@
 from __future__ import annotations
 
 import socket
-import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from ipaddress import ip_address
 from urllib.parse import urlsplit
 
 import pytest
 
+from idempotency.hosts import Address, Allowed
 from idempotency.settings import Settings
 from idempotency.webhooks import posting
-from idempotency.webhooks.addresses import Address, Allowed
 from idempotency.webhooks.posting import Failure, Sender
-from tests.support.receiver import Receiver, answering
+from tests.support.receiver import Receiver, answering, dripping
 
 BODY = '{"type":"x"}'
-
-
-@pytest.fixture
-def sender(receiver: Receiver) -> Sender:
-    return Sender(Allowed.of(["127.0.0.0/8", "localhost"]), posting._authorities(str(receiver.ca_file)), timeout=2.0)
 
 
 def resolving(*answers: str) -> Callable[[str, int], list[Address]]:
@@ -109,33 +102,6 @@ def test_a_resolver_that_hangs_is_not_waited_for(sender: Sender, monkeypatch: py
     hangs.set()
 
 
-@contextmanager
-def dripping(receiver: Receiver, certificate: str, pieces: Callable[[], Iterator[bytes]]) -> Iterator[str]:
-    """A server that sends its answer piece by piece."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(certificate)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-
-        def serve() -> None:
-            try:
-                with context.wrap_socket(server.accept()[0], server_side=True) as connection:
-                    asked = connection.makefile("rb")
-                    length = 0
-                    while (line := asked.readline().strip()) != b"":
-                        if line.lower().startswith(b"content-length:"):
-                            length = int(line.split(b":")[1])
-                    asked.read(length)  # what is left unread when it closes would reset the connection
-                    for piece in pieces():
-                        connection.sendall(piece)
-            except OSError:
-                pass
-
-        thread = threading.Thread(target=serve, daemon=True)
-        thread.start()
-        yield f"https://127.0.0.1:{server.getsockname()[1]}/"
-    thread.join(5)
-
-
 def test_an_answer_that_drips_ends_with_its_time(receiver: Receiver, sender: Sender) -> None:
     def headers_without_end() -> Iterator[bytes]:
         yield b"HTTP/1.1 200 OK\r\n"
@@ -144,7 +110,7 @@ def test_an_answer_that_drips_ends_with_its_time(receiver: Receiver, sender: Sen
             yield b"x"
 
     hasty = replace(sender, timeout=0.3)
-    with dripping(receiver, str(receiver.ca_file).removesuffix(".crt"), headers_without_end) as url:
+    with dripping(str(receiver.ca_file).removesuffix(".crt"), headers_without_end) as url:
         begun = time.monotonic()
         assert hasty.post(url, {}, BODY).failure is Failure.TIMEOUT
         assert time.monotonic() - begun < 1.0
@@ -156,7 +122,7 @@ def test_of_a_body_without_end_only_the_beginning_is_read(receiver: Receiver, se
         while True:
             yield b"x" * 1024
 
-    with dripping(receiver, str(receiver.ca_file).removesuffix(".crt"), body_without_end) as url:
+    with dripping(str(receiver.ca_file).removesuffix(".crt"), body_without_end) as url:
         answer = sender.post(url, {}, BODY)
     assert (answer.status, len(answer.body)) == (200, posting.BODY_LIMIT)
 

@@ -203,7 +203,7 @@ def upgrade() -> None:
     op.execute(ALERTS)
     create_index(UNLOGGED.strip())  # commits what precedes it, which may be run again
     op.execute(WEBHOOKS)
-    # somebody has told a running operation that what it waits for is known
+    # a running operation was told that what it waits for is known
     op.execute("ALTER TABLE idempotency.records ADD COLUMN woken boolean NOT NULL DEFAULT false")
     # a person has undone by hand what the letter's operation, called by a saga, has done or may have done
     op.execute("ALTER TABLE idempotency.dead_letters ADD COLUMN is_undone boolean NOT NULL DEFAULT false")
