@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from typing import Any, Literal
 
 from celery import Celery
@@ -146,11 +147,20 @@ def _check_not_erased(connection: Connection, letter: int) -> None:
 def _check_signature(connection: Connection, letter: int, settings: Settings) -> None:
     """Raise `ReplayRefused` for a message whose signature was not valid and still is not: a replay is signed."""
     row = dead_letters.show(connection, letter)
-    if row.reason not in (UNSIGNED, ALTERED) or not settings.message_secrets:
+    is_doubted = row.reason in (UNSIGNED, ALTERED)
+    if not settings.message_secrets:
+        if is_doubted:
+            why = "this process has no idempotency_message_secrets, and so cannot tell whether it is signed by now"
+            raise ReplayRefused(f"dead letter {letter}: {row.reason}; {why}")
+        return
+    # nothing but the broker says that it is ours, and while its task was not known, nothing looked at its signature
+    is_strange = row.source == "broker" and row.outbox_id is None
+    in_transition = settings.unsigned_until is not None and datetime.now(UTC) < settings.unsigned_until
+    if not is_doubted and (not is_strange or in_transition):
         return
     message = dead_letters.stored_message(letter, row.payload)
     try:
-        headers = json.loads(row.headers)
+        headers = json.loads(row.headers or "{}")
     except (ValueError, RecursionError):
         headers = {}
     if signed_at(headers, message.body, settings.message_secrets) is None:

@@ -12,11 +12,12 @@ import hashlib
 import hmac
 import json
 from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime
 from typing import Any
 
 from pydantic import SecretStr
 
-from .message import CELERYS_FIELDS, SIGNATURE_HEADER, is_our_header
+from .message import CELERYS_FIELDS, ETA_HEADER, SIGNATURE_HEADER, is_our_header
 
 _RULE = "v1"
 
@@ -38,12 +39,22 @@ def signed_at(headers: Mapping[str, Any], body: bytes | str, secrets: Iterable[S
 
 
 def claimed_at(headers: Mapping[str, Any]) -> float | None:
-    """When a message says that it was signed, for those who know already that its signature is valid."""
+    """From when on a message says that it is one, for those who know already that its signature is valid.
+
+    When it was signed; or when it is meant for, since a call for later is not a late copy.
+    """
     parts = _parts(headers)
     try:
-        return None if parts is None else float(parts[0])
+        return None if parts is None else max(float(parts[0]), _time(headers.get("eta") or headers.get(ETA_HEADER)))
     except ValueError:
         return None
+
+
+def _time(iso: object) -> float:
+    if not isinstance(iso, str):
+        return 0.0
+    at = datetime.fromisoformat(iso)
+    return (at if at.tzinfo else at.replace(tzinfo=UTC)).timestamp()
 
 
 def _parts(headers: Mapping[str, Any]) -> tuple[str, str] | None:

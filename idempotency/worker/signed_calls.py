@@ -8,15 +8,18 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-from celery import Celery
+from celery import Celery, current_app
 from kombu.serialization import dumps
 from pydantic import SecretStr
 
 from ..application import runtime_of
+from ..errors import SettingsError
+from ..settings import PREFIX
 from ..wire.message import SIGNATURE_HEADER
 from ..wire.signing import sign
 
-# The secret of the application whose task is being sent, in this thread; Celery's signal does not say whose message it is.
+# The secret of the application whose task is being sent, in this thread; Celery's signal does not say whose message it is. A plain
+# task's is that of the current application: with what it has others called by, it has to be signed, too.
 _secret: ContextVar[SecretStr | None] = ContextVar("idempotency_secret", default=None)
 
 
@@ -31,9 +34,19 @@ def signing(app: Celery) -> Iterator[None]:
         _secret.reset(token)
 
 
+def _current_secret() -> SecretStr | None:
+    app = current_app._get_current_object()
+    if not app.conf.get(f"{PREFIX}message_secrets"):
+        return None
+    try:
+        return runtime_of(app).settings.message_secrets[0]
+    except SettingsError:  # it is told where an idempotent task is used
+        return None
+
+
 def sign_message(headers: dict[str, Any] | None = None, body: Any = None, **_: Any) -> None:
     """Celery's signal `before_task_publish`: what the headers hold now is published, with the body encoded as here."""
-    secret = _secret.get()
+    secret = _secret.get() or _current_secret()
     if secret is not None and isinstance(headers, Mapping):
         _, _, payload = dumps(body, serializer="json")
         headers[SIGNATURE_HEADER] = sign(headers, payload, secret, at=time.time())
