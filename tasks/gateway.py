@@ -35,6 +35,7 @@ from idempotency import (
     StoredRefusal,
     Undecided,
 )
+from idempotency.text import storable
 from tasks.circuit import Circuit, Unavailable
 from tasks.stripe_http import StripeConnections
 from tasks.tenants import DEFAULT, named
@@ -504,8 +505,8 @@ def _moved(thing: dict[str, Any], charge_id: str, field: str) -> Moved:
         charge_id,
         thing["amount"],
         thing["currency"].upper(),
-        metadata.get("tenant", DEFAULT),
-        metadata.get(field),
+        storable(metadata.get("tenant", DEFAULT)),
+        None if (name := metadata.get(field)) is None else storable(name),
     )
 
 

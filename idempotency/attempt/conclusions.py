@@ -103,9 +103,10 @@ def conclude(
         if failure is not None:
             reason, broken = "on_failed_error", failure
             log.error("on_failed_error", error=failure, task=id.task, key=id.key)
-    stored = error_text(error.code, described, cause if cause["code"] != error.code else None)
+    in_rows = broken if reason == "on_failed_error" else None
+    stored = error_text(error.code, described, cause if cause["code"] != error.code else None, in_rows)
     if ended is not error:
-        stored = error_text(ended.code, str(ended), cause)
+        stored = error_text(ended.code, str(ended), cause, in_rows)
     answered = {name for undo in undos for name in undo.effects or ()}
     compensated = {name: {**entries[name], "state": "compensated"} for name in answered}
     forgotten = tuple(undo.step for undo in undos)

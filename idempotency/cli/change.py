@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Annotated, Any
 
 import typer
+from celery import Celery
 
 from ..application import runtime_of
 from ..attempt.effects import DidNotHappen, Happened
@@ -17,11 +18,12 @@ from ..errors import IdempotencyError
 from ..operate.cancel import cancel
 from ..operate.change import Change, Shown, find, read
 from ..operate.forget import forget_process
+from ..operate.money import any_moves_money
 from ..operate.release import release
 from ..operate.rename import rename_service
 from ..operate.resolve import resolve_effect, resolve_effect_of_saga
 from ..operate.saga import is_saga
-from ..store import dead_letters
+from ..store import dead_letters, operations
 from .options import (
     ActorOption,
     AppOption,
@@ -32,8 +34,8 @@ from .options import (
     TaskOption,
     TenantOption,
 )
-from .proof import proven
-from .terminal import application, console, print_json, print_line
+from .proof import proven, proven_if
+from .terminal import application, console, errors, print_json, print_line
 
 commands = typer.Typer()
 effects = typer.Typer(no_args_is_help=True, help="Calls outside whose outcome only a person can find out.")
@@ -86,6 +88,7 @@ def cancel_operation(
     change = proven(celery, shown.id, Change(actor, reason, request_id), action="cancel")
     error = cancel(celery, shown, change, may_have_happened=may_have_happened, without_task=without_task)
     _print_change("cancelled" if error.code == "cancelled" else "ended", shown, as_json, ended_as=error.code)
+    _check_rows(celery, shown)
 
 
 @commands.command("forget")
@@ -114,7 +117,11 @@ def rename(
     as_json: JsonOption = False,
 ) -> None:
     """Give what an application had under its old name to this one. Stop all processes of the old name first."""
-    renamed = rename_service(application(app), old, new, Change(actor, reason))
+    celery = application(app)
+    change = proven_if(
+        celery, Change(actor, reason), lambda _: any_moves_money(celery), action="rename-service", what=old
+    )
+    renamed = rename_service(celery, old, new, change)
     if as_json:
         print_json({"change": "renamed", "old": old, "new": new} | renamed)
     else:
@@ -170,10 +177,12 @@ def resolve(
         letter = dead_letters.open_letter(connection, shown.id)
     if as_json:
         _print_change("resolved", shown, as_json, effect=name, ended_as=code, dead_letter=letter)
+        _check_rows(celery, shown)
         return
     _print_change("resolved", shown, as_json, effect=f"{name}; the operation ended as {code}")
     if letter is not None and not end:
         console.print(f"to go on: idempotency dead-letters replay {letter}", highlight=False)
+    _check_rows(celery, shown)
 
 
 def _shown(app: str, key: str, task: str | None, tenant: str | None, fence: int | None) -> Shown:
@@ -183,6 +192,17 @@ def _shown(app: str, key: str, task: str | None, tenant: str | None, fence: int 
         shown = read(connection, find(connection, key, service, task=task, tenant=tenant), service)
     # compared in the change's own transaction, once it is known not to be a repetition
     return shown if fence is None else replace(shown, fence=fence)
+
+
+def _check_rows(celery: Celery, shown: Shown) -> None:
+    """Exit with 1 if the operation has ended, and the application's rows do not say so."""
+    runtime = runtime_of(celery)
+    with runtime.autocommit() as connection:
+        row = operations.lookup(connection, shown.id, runtime.settings.service)
+    broken = None if row is None or row.error is None else json.loads(row.error).get("on_failed_error")
+    if broken is not None:
+        errors.print(f"done, but the application's rows were not written: {broken}", markup=False, soft_wrap=True)
+        raise typer.Exit(1)
 
 
 def _print_change(what: str, shown: Shown, as_json: bool, **more: Any) -> None:

@@ -26,6 +26,12 @@ def moves_money(app: Celery, connection: Connection, id: OperationId) -> bool:
     return any(_moves(app, task) for task in (id.task, *saga_reading.tasks_of(connection, id)))
 
 
+def any_moves_money(app: Celery) -> bool:
+    """Whether any task of this application moves money."""
+    app.loader.import_default_modules()
+    return any(_moves(app, name) for name in app.tasks)
+
+
 def letters_move_money(app: Celery, connection: Connection, letters: Sequence[int]) -> bool:
     """Whether the operation of one of these dead letters moves money."""
     app.loader.import_default_modules()

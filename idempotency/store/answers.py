@@ -125,9 +125,19 @@ def why_not(row: Any) -> Completed | Failed | Mismatch | Foreign | Busy | Change
 # ---------------------------------------------------------------- stored errors
 
 
-def error_text(code: str, message: str, cause: Mapping[str, str] | None = None) -> str:
-    """Encode an error as JSON, without the values of rows: code and message, and what ended the operation if an open effect hides it."""
-    return json.dumps({"code": code, "message": without_values(message)} | ({"cause": dict(cause)} if cause else {}))
+def error_text(
+    code: str, message: str, cause: Mapping[str, str] | None = None, on_failed_error: str | None = None
+) -> str:
+    """Encode an error as JSON, without the values of rows: code and message, and what ended the operation if an open effect hides it.
+
+    `on_failed_error`: why the application's rows do not say so.
+    """
+    fields: dict[str, Any] = {"code": code, "message": without_values(message)}
+    if cause:
+        fields["cause"] = dict(cause)
+    if on_failed_error is not None:
+        fields["on_failed_error"] = without_values(on_failed_error)
+    return json.dumps(fields)
 
 
 def error_fields(text: str) -> dict[str, str]:

@@ -46,7 +46,9 @@ Group = Literal["service", "type", "error", "queue", "status"]
 _FILTER = """
     (%(status)s::text IS NULL OR status = %(status)s)
     AND (%(task)s::text IS NULL OR coalesce(task, header_task) = %(task)s)
-    AND (%(reason)s::text IS NULL OR reason = %(reason)s)
+    AND (%(reason)s::text IS NULL OR reason = %(reason)s
+         -- what ended it, where the application's rows were not written besides
+         OR reason = 'on_failed_error' AND starts_with(last_error, '{"code": "' || %(reason)s || '"'))
     AND (%(service)s::text IS NULL OR (consumer_service = %(service)s) IS NOT FALSE)
     AND (%(tenant)s::text IS NULL OR tenant = %(tenant)s)
     AND (%(ids)s::bigint[] IS NULL OR id = ANY(%(ids)s))

@@ -6,6 +6,9 @@ from ..wire.keys import OperationId
 from .callers import Executes
 from .record import OWN, ROW, named
 
+# Row-level security shows the transaction its tenants alone.
+_ABOUT = "SELECT idempotency.about(%(tenant)s)"
+
 # One that is running may have asked the provider before this was known: its release heeds the note.
 _WAKE = f"""
 UPDATE idempotency.records
@@ -27,5 +30,6 @@ WHERE EXISTS (SELECT FROM idempotency.relay_sleep WHERE until > clock_timestamp(
 def wake(caller: Executes, id: OperationId, service: str) -> None:
     """Make an operation of `service` due now, in the caller's transaction. One that has ended stays as it is."""
     names = named(id) | {"service": service}
+    caller.exec_driver_sql(_ABOUT, names)
     caller.exec_driver_sql(_WAKE, names)
     caller.exec_driver_sql(_SEND_NOW, names)

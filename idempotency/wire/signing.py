@@ -35,7 +35,7 @@ def signed_at(headers: Mapping[str, Any], body: bytes | str, secrets: Iterable[S
         return None
     time, digest = parts
     valid = [hmac.compare_digest(digest, _digest(headers, body, secret, time)) for secret in secrets]
-    return claimed_at(headers) if any(valid) else None
+    return _seconds(time) if any(valid) else None
 
 
 def claimed_at(headers: Mapping[str, Any]) -> float | None:
@@ -44,17 +44,24 @@ def claimed_at(headers: Mapping[str, Any]) -> float | None:
     When it was signed; or when it is meant for, since a call for later is not a late copy.
     """
     parts = _parts(headers)
+    if parts is None or (signed := _seconds(parts[0])) is None:
+        return None
+    return max(signed, _meant_for(headers.get("eta") or headers.get(ETA_HEADER)))
+
+
+def _seconds(time: str) -> float | None:
     try:
-        return None if parts is None else max(float(parts[0]), _time(headers.get("eta") or headers.get(ETA_HEADER)))
+        return float(time)
     except ValueError:
         return None
 
 
-def _time(iso: object) -> float:
-    if not isinstance(iso, str):
+def _meant_for(iso: object) -> float:
+    try:
+        at = datetime.fromisoformat(iso) if isinstance(iso, str) else datetime.min.replace(tzinfo=UTC)
+        return (at if at.tzinfo else at.replace(tzinfo=UTC)).timestamp()
+    except (ValueError, OverflowError):  # Celery refuses it
         return 0.0
-    at = datetime.fromisoformat(iso)
-    return (at if at.tzinfo else at.replace(tzinfo=UTC)).timestamp()
 
 
 def _parts(headers: Mapping[str, Any]) -> tuple[str, str] | None:

@@ -17,6 +17,7 @@ from idempotency.errors import NotAuthenticated
 from idempotency.operate.change import Change, read
 from idempotency.operate.people import add_operator
 from idempotency.operate.release import release
+from idempotency.operate.rename import rename_service
 from idempotency.operate.replay import NotConfirmed, replay
 from tests.support import bank as b
 from tests.support import operations as op
@@ -218,7 +219,9 @@ def test_a_bulk_replay_counts_what_was_declined_and_asks_once(
     for key in ("a", "b"):
         deliveries.deliver(b.failing, key, "permanent")
     op.early(connection, op.operation(b.failing, "c"))
-    assert ask("cancel", "c", "--reason", "r").status == 0
+    assert ask("cancel", "c", "--reason", "r").error.startswith(
+        "done, but"
+    )  # its arguments do not fit, so no `on_failed`
     bulk = ("dead-letters", "replay", "--task", "failing")
     ids = [letter.id for letter in op.dead_letters(connection)]
     counted = json.loads(ask(*bulk, "--dry-run", "--json").out)
@@ -231,3 +234,16 @@ def test_a_bulk_replay_counts_what_was_declined_and_asks_once(
     assert "of 3 to be replayed, 1 was cancelled, 2 were declined:" in answer.error
     assert answer.error.count("Do it? [y/N]") == 1
     assert {letter.status for letter in op.dead_letters(connection)} == {left}
+
+
+def test_an_application_is_not_renamed_without_a_token_if_it_moves_money(
+    bank: Celery,
+    deliveries: Deliveries,
+    connection: Connection,
+    charge: Any,
+) -> None:
+    deliveries.deliver(charge, "c1", "unknown")
+    connection.execute(text("UPDATE idempotency.records SET service = 'shop'"))
+    connection.execute(text("UPDATE idempotency.dead_letters SET consumer_service = 'shop'"))
+    with pytest.raises(NotAuthenticated):
+        rename_service(bank, "shop", "bank", Change("ann", "because"))

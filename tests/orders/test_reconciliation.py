@@ -131,3 +131,11 @@ def test_the_command_shows_the_differences_and_its_status_says_whether_there_are
     assert "lost-1" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         reconciliation.main(["--days", "0"])
+
+
+def test_one_name_that_postgres_cannot_store_stops_no_reconciliation(shop: Shop, gateway: Any) -> None:
+    about = {"customer_id": "c1", "amount": 700, "currency": "EUR"}
+    lost = gateway.capture(payment_id=f"lost-{uuid4().hex}", **about, idempotency_key=uuid4().hex)["id"]
+    assert found(shop)[lost] == ("700 EUR", None)
+    strange = gateway.capture(payment_id=f"a\0b-{uuid4().hex}", **about, idempotency_key=uuid4().hex)["id"]
+    assert {lost, strange} <= found(shop).keys()
