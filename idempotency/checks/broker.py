@@ -14,6 +14,7 @@ from ..hosts import is_loopback
 from ..settings import Settings
 from .findings import Finding, ok, refusal, warning
 from .queues import check_real_queues
+from .tls import alternatives, broker_addresses
 from .unreachable import TIMEOUT
 
 # at-least-once dead-lettering of quorum queues
@@ -74,9 +75,10 @@ def check_remote_control(app: Celery, given: Settings) -> list[Finding]:
 
 
 def _is_on_loopback(app: Celery) -> bool:
-    """Whether only this machine reaches the broker, by its address."""
+    """Whether only this machine reaches the broker, by every address that may be tried."""
     try:
-        return is_loopback(app.connection_for_write().hostname or "localhost")
+        brokers = [each for url in broker_addresses(app).values() for each in alternatives(app, url)]
+        return all(is_loopback(each.hostname or "localhost") for each in brokers)
     except (ValueError, KeyError):
         return False
 

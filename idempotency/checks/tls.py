@@ -62,7 +62,7 @@ def check_tls(app: Celery, given: Settings | None) -> list[Finding]:
         findings.append(_finding("idempotency_database_url", _postgres(login(given)), allowed))
         if given.redis_url is not None:
             findings.append(_finding("idempotency_redis_url", [_hints(given.redis_url)], allowed))
-    for setting, url in _brokers(app).items():
+    for setting, url in broker_addresses(app).items():
         findings.append(_finding(setting, _broker(app, url), allowed))
     findings.append(_finding("result_backend", _results(app), allowed))
     if entries:
@@ -138,29 +138,34 @@ def _redis(parameters: Mapping[str, Any], remedy: str) -> Server:
     return Server(names, None if compared else ANY_HOST, remedy)
 
 
-def _brokers(app: Celery) -> dict[str, Any]:
-    """The addresses by the settings that have them, each once."""
+def broker_addresses(app: Celery) -> dict[str, Any]:
+    """The brokers' addresses by the settings that have them, each once."""
     read, write = app.conf.broker_read_url, app.conf.broker_write_url
     return {"broker_url": write} if read == write else {"broker_read_url": read, "broker_write_url": write}
 
 
+def alternatives(app: Celery, url: Any) -> Iterator[Connection]:
+    """The brokers that kombu would try, one after the other. Raises `ValueError` and `KeyError` for what is no address."""
+    with app.connection_for_write(url) as whole:
+        urls = whole.alt or [url]
+    for each in urls:
+        with app.connection_for_write(each) as connection:
+            yield connection
+
+
 def _broker(app: Celery, url: Any) -> list[Server]:
     """The brokers that kombu would try, if they speak AMQP or are Redis."""
+    servers = []
     try:
-        with app.connection_for_write(url) as whole:
-            return list(_alternatives(app, whole.alt or [url]))
-    except (ValueError, KeyError):
-        return []  # another check says that it is not an address
-
-
-def _alternatives(app: Celery, urls: Sequence[Any]) -> Iterator[Server]:
-    for url in urls:
-        with app.connection_for_write(url) as connection:
+        for connection in alternatives(app, url):
             driver = connection.transport.driver_type  # from here on, `ssl` is true for amqps://
             if driver == "amqp":
-                yield Server(_names(connection.hostname or "localhost"), _amqp(connection), _AMQP)
+                servers.append(Server(_names(connection.hostname or "localhost"), _amqp(connection), _AMQP))
             elif driver == "redis":
-                yield _kombu_redis(connection)
+                servers.append(_kombu_redis(connection))
+    except (ValueError, KeyError):
+        return []  # another check says that it is not an address
+    return servers
 
 
 def _amqp(connection: Connection) -> str | None:

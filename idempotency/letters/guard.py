@@ -12,18 +12,19 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import suppress
+from queue import Full, Queue
 from typing import Any
 
 from celery import Celery, bootsteps
 from kombu import Message
-from sqlalchemy.exc import SQLAlchemyError
 
 from ..application import runtime_of
 from ..attempt.runtime import Runtime
 from ..broker.channel import declare_queues
 from ..observe.logs import log
 from ..queues import dead_letter_queues
-from ..store import markers
+from ..store import markers as stored_markers
 from ..text import one_line
 from ..wire import message as task_message
 from ..wire.arriving import bound_what_arrives
@@ -34,6 +35,8 @@ from .examine import examine
 
 # What a sender says of itself and of the arguments, in its own words, for a log and for Flower.
 _DESCRIPTIONS = frozenset(("argsrepr", "kwargsrepr", "origin"))
+# Markers that wait to be noted. Our relays send one at a time for each queue and priority.
+_MARKERS = 100
 Handler = Callable[[Message], object]
 
 
@@ -47,6 +50,8 @@ class Guard(bootsteps.StartStopStep):
         self._app: Celery = consumer.app
         self._consumer = consumer
         self._broker_keeps = keeps_rejected(self._app)
+        self._markers: Queue[tuple[Runtime, str]] = Queue(_MARKERS)
+        self._notes_markers = False
         celerys_handler: Callable[..., Handler] = consumer.create_task_handler
 
         def create_task_handler(*args: Any, **kwargs: Any) -> Handler:
@@ -91,10 +96,17 @@ class Guard(bootsteps.StartStopStep):
         return on_message
 
     def _note(self, message: Message, marker: str) -> None:
-        """Note that a marker has arrived. In its own thread: Postgres must not delay the consumer."""
+        """Note that a marker has arrived. In a thread, one for all of them: Postgres must not delay the consumer.
+
+        While too many wait, as forged ones may, a marker is dropped: another one follows.
+        """
         message.ack_log_error(log, self._consumer.connection_errors)
-        runtime = runtime_of(self._app)  # here: a fork must not copy its lock while it is held
-        threading.Thread(target=_note_marker, args=(runtime, marker), daemon=True).start()
+        if not self._notes_markers:
+            self._notes_markers = True
+            threading.Thread(target=_note_markers, args=(self._markers,), daemon=True).start()
+        with suppress(Full):
+            # the runtime is taken here: a fork must not copy its lock while it is held
+            self._markers.put_nowait((runtime_of(self._app), marker))
 
     def _refuse_unread(self, message: Message) -> None:
         examined = examine(self._app, message)
@@ -132,11 +144,16 @@ class Guard(bootsteps.StartStopStep):
         message.reject = store
 
 
+def _note_markers(markers: Queue[tuple[Runtime, str]]) -> None:
+    while True:
+        _note_marker(*markers.get())
+
+
 def _note_marker(runtime: Runtime, marker: str) -> None:
     try:
         with runtime.autocommit() as connection:
-            markers.take(connection, marker)
-    except SQLAlchemyError as error:  # another marker follows
+            stored_markers.take(connection, marker)
+    except Exception as error:  # another marker follows, and this thread notes it
         log.warning("marker_not_noted", error=type(error).__name__)
 
 

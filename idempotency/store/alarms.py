@@ -16,7 +16,7 @@ from .outbox import STUCK
 
 # One process sends at a time, so that together they keep to one rate. Any constant not used elsewhere.
 ALERT_LOCK = 0x1DE4907F
-# Rows per pass.
+# Rows per pass and kind.
 BATCH = 10_000
 # Where alerts go. Each gets everything once: what one process has logged, another can still send.
 Channel = Literal["log", "webhook"]
@@ -37,14 +37,26 @@ NOT EXISTS (SELECT FROM idempotency.alerts a WHERE a.kind = %(prefix)s || {kind}
             AND a.sent_at > clock_timestamp() - make_interval(secs => %(interval)s))
 """
 
+# One kind after the other, so that many letters of one, which others may have had made, hide none of another. Each step is a
+# probe of an index; the columns that are constant are in ORDER BY because for the planner, IS NULL does not say so.
 _LETTERS = f"""
-SELECT id, service, reason FROM (
-    SELECT id, coalesce(consumer_service, %(service)s) AS service, reason
-    FROM idempotency.dead_letters WHERE {{new}} {{open}} AND (consumer_service = %(service)s) IS NOT FALSE
-    ORDER BY id LIMIT %(batch)s FOR UPDATE SKIP LOCKED
-) new
-WHERE {_NOT_LATELY.format(kind="service || '/' || reason")}
+WITH RECURSIVE kinds (reason) AS (
+    (SELECT reason FROM idempotency.dead_letters WHERE {{new}} ORDER BY consumer_service, reason LIMIT 1)
+    UNION ALL
+    SELECT later.reason FROM kinds CROSS JOIN LATERAL (
+        SELECT reason FROM idempotency.dead_letters d WHERE {{new}} AND d.reason > kinds.reason
+        ORDER BY consumer_service, reason LIMIT 1
+    ) later
+), due AS MATERIALIZED (
+    SELECT reason FROM kinds WHERE {_NOT_LATELY.format(kind="%(service)s || '/' || reason")}
+)
+SELECT letters.id, due.reason FROM due CROSS JOIN LATERAL (
+    SELECT id FROM idempotency.dead_letters d WHERE {{new}} AND d.reason = due.reason
+    ORDER BY consumer_service, reason, id LIMIT %(batch)s FOR UPDATE SKIP LOCKED
+) letters
 """
+# Whose letters a service is told of: its own, and those whose owner is not known.
+_OWNERS = ("consumer_service = %(service)s", "consumer_service IS NULL")
 
 _OUTBOX = f"""
 SELECT id FROM idempotency.outbox o
@@ -108,10 +120,12 @@ def news(connection: Connection, service: str, channel: Channel, *, interval: fl
     """
     new, is_open = _NEW[channel]
     fields = {"service": service, "interval": interval, "batch": BATCH, "prefix": _PREFIX[channel], "most": most}
-    letters = connection.exec_driver_sql(_LETTERS.format(new=new, open=is_open), fields).all()
+    letters: list[Row[Any]] = []
+    for owner in _OWNERS:
+        letters += connection.exec_driver_sql(_LETTERS.format(new=f"{new} {is_open} AND {owner}"), fields)
     rows = connection.exec_driver_sql(_OUTBOX.format(new=new), fields).scalars().all()
     crowded = connection.exec_driver_sql(_CROWDED, fields | {"interval": repeat}).all()
-    counts = Counter((row.service, row.reason) for row in letters)
+    counts = Counter((service, row.reason) for row in letters)
     if rows:
         counts[service, "outbox_failed"] = len(rows)
     return News(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import ssl
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from sqlalchemy import Connection, text
 
 from idempotency.application import close_runtime
 from idempotency.errors import MailRefused
+from idempotency.store import alarms as stored
 from idempotency.store.sweeps import BATCH
 from idempotency.upkeep import alerts, maintenance, reports
 from tests.support import operations as op
@@ -92,6 +94,50 @@ def test_more_open_letters_than_the_limit_are_an_alarm_of_their_own(
     assert receiver.texts[-1] == "Dead letters\nbank: 4 open dead letters, more than 3"
     alerts.run_once(alerting)
     assert len(receiver.texts) == 2
+
+
+@pytest.mark.parametrize("told_before", [False, True], ids=["new", "told lately"])
+def test_many_forged_letters_hold_up_no_alert_about_another(
+    alerting: Celery, receiver: Receiver, connection: Connection, told_before: bool
+) -> None:
+    if told_before:
+        store(connection, "unsigned")
+        alerts.run_once(alerting)
+    forged = """INSERT INTO idempotency.dead_letters (source, consumer_service, reason, payload)
+                SELECT 'broker', owner, 'unsigned', '' FROM unnest(ARRAY['bank', NULL]) owner, generate_series(1, :many)"""
+    connection.execute(text(forged), {"many": stored.BATCH + 1})
+    store(connection, "ledger_differs", "effect_unknown")
+    alerts.run_once(alerting)
+    told = receiver.texts[-1]
+    assert "bank: 1 new, ledger_differs" in told
+    assert "bank: 1 new, effect_unknown" in told
+    assert (f"bank: {2 * stored.BATCH} new, unsigned" in told) is not told_before
+    if not told_before:
+        later(connection)
+        alerts.run_once(alerting)
+        assert receiver.texts[-1].startswith("Dead letters\nbank: 2 new, unsigned")
+
+
+@pytest.mark.parametrize("channel", ["log", "webhook"])
+@pytest.mark.parametrize("owner", ["bank", None])
+def test_letters_of_a_kind_that_was_told_lately_are_not_read(
+    bank: Celery, connection: Connection, channel: stored.Channel, owner: str | None
+) -> None:
+    """What a pass costs does not grow with a flood."""
+    many = """INSERT INTO idempotency.dead_letters (source, consumer_service, reason, payload, alert_logged_at)
+              SELECT 'broker', :owner, 'unsigned', '', CASE WHEN :logged THEN now() END FROM generate_series(1, 5000)"""
+    connection.execute(text(many), {"owner": owner, "logged": channel == "webhook"})
+    connection.execute(text("ANALYZE idempotency.dead_letters"))
+    prefix = stored._PREFIX[channel]
+    connection.execute(text("INSERT INTO idempotency.alerts VALUES (:kind, now())"), {"kind": f"{prefix}bank/unsigned"})
+    new, is_open = stored._NEW[channel]
+    fields = {"service": "bank", "interval": 60.0, "batch": stored.BATCH, "prefix": prefix}
+    for condition in stored._OWNERS:
+        statement = "EXPLAIN (ANALYZE, TIMING off) " + stored._LETTERS.format(new=f"{new} {is_open} AND {condition}")
+        plan = "\n".join(connection.exec_driver_sql(statement, fields).scalars())
+        read = [float(rows) for rows in re.findall(r"(?:actual rows=|Removed by Filter: )([0-9.]+)", plan)]
+        assert max(read) <= 1, plan
+        assert {"log": "dead_letters_unlogged", "webhook": "dead_letters_unsent"}[channel] in plan, plan
 
 
 def test_an_outbox_row_that_can_never_be_published_is_told(

@@ -122,6 +122,9 @@ def test_a_message_that_may_outlive_its_record_is_a_warning(configured: Celery, 
         ({"worker_enable_remote_control": False}, Level.OK, "is off"),
         ({"idempotency_message_secrets": "a" * 32}, Level.WARNING, "is on, and unlike messages it is not signed"),
         ({"broker_url": "amqp://broker.example//"}, Level.WARNING, "is on"),
+        ({"broker_url": "amqp://127.0.0.1;amqp://broker.example"}, Level.WARNING, "is on"),
+        ({"broker_url": ["amqp://127.0.0.1", "amqp://broker.example"]}, Level.WARNING, "is on"),
+        ({"broker_read_url": "amqp://broker.example//"}, Level.WARNING, "is on"),
     ],
 )
 def test_remote_control_is_reported_where_others_may_publish(

@@ -9,11 +9,12 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from celery import Celery
-from sqlalchemy import Connection, create_engine, make_url, text
+from sqlalchemy import Connection, Engine, create_engine, make_url, text
 from sqlalchemy.exc import DataError
 from sqlalchemy.orm import Session
 from sqlalchemy.pool import NullPool
@@ -37,7 +38,9 @@ from tests.support.deliveries import Deliveries
 from tests.support.operations import at_once, record
 from tests.support.processes import Processes, Worker, eventually
 from tests.support.proxy import Proxy
+from tests.support.queues import depth
 from tests.support.refused_messages import PAST, REFUSED, SECRET
+from tests.support.tasks import transactional
 
 DEPOSIT = b.deposit.name
 ID, ID_AFTER = (OperationId("default", DEPOSIT, key) for key in ("a1", "after"))
@@ -461,3 +464,31 @@ def test_a_marker_that_no_worker_took_is_no_dead_letter(
     die(bank, consumer, json.dumps([[], {}, {}]), headers=marker)
     assert consumer.run_once() == 1
     assert op.dead_letters(connection) == []
+
+
+def test_markers_that_others_have_made_begin_no_threads_and_keep_none_of_ours_away(
+    bank: Celery, worker: Worker, engine: Engine, connection: Connection
+) -> None:
+    """While Postgres does not answer, what waits to be noted is bounded; afterwards our markers are noted again."""
+
+    def publish_marker(marker: str) -> None:
+        publish(bank, json.dumps([[], {}, {}]), headers=headers(**{"task": "celery.accumulate", MARKER_HEADER: marker}))
+
+    def threads() -> int:
+        return len(list(Path(f"/proc/{worker.process.pid}/task").iterdir()))
+
+    row = "INSERT INTO idempotency.markers (id, queue, priority) VALUES ('ours', 'bank', 0)"
+    connection.execute(text(row))
+    before = threads()
+    with transactional(engine).begin() as slow:
+        slow.execute(text("LOCK TABLE idempotency.markers IN ACCESS EXCLUSIVE MODE"))
+        for number in range(200):
+            publish_marker(f"forged {number}")
+        eventually(lambda: depth(bank) == 0)
+        assert threads() - before < 10
+
+    def is_noted() -> Any:
+        publish_marker("ours")
+        return connection.execute(text("SELECT taken_at FROM idempotency.markers")).scalar_one()
+
+    eventually(is_noted)

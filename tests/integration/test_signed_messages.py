@@ -187,6 +187,8 @@ def test_the_doctor_says_whether_messages_are_signed(bank: Celery, servers: Any)
     assert found(idempotency_message_secrets="")[0][0] == "ok"
     address = bank.conf.broker_url
     assert found(broker_url="amqp://u:p@broker.example//")[0] == ("warning", "are not signed")
+    second = "amqp://127.0.0.1;amqp://u:p@broker.example//"  # where a failover leads
+    assert found(broker_url=second)[0] == ("warning", "are not signed")
     bank.conf.broker_url = address
     assert json.dumps(SECRET) not in json.dumps(bank.conf.humanize(with_defaults=False))
 

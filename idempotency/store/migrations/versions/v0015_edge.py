@@ -192,16 +192,22 @@ ALTER TABLE idempotency.dead_letters ALTER COLUMN alert_logged_at DROP DEFAULT;
 ALTER TABLE idempotency.outbox ADD COLUMN IF NOT EXISTS alert_logged_at timestamptz DEFAULT 'epoch';
 ALTER TABLE idempotency.outbox ALTER COLUMN alert_logged_at DROP DEFAULT;
 """
-# Where nothing has the webhook's address, every letter stays without `alerted_at`.
+# Where nothing has the webhook's address, every letter stays without `alerted_at`. By reason: many of one, as forged messages
+# are, must not be read in front of another.
 UNLOGGED = """
-CREATE INDEX CONCURRENTLY dead_letters_unlogged ON idempotency.dead_letters (id)
+CREATE INDEX CONCURRENTLY dead_letters_unlogged ON idempotency.dead_letters (consumer_service, reason, id)
     WHERE alerted_at IS NULL AND alert_logged_at IS NULL
+"""
+UNSENT = """
+CREATE INDEX CONCURRENTLY dead_letters_unsent ON idempotency.dead_letters (consumer_service, reason, id)
+    WHERE alerted_at IS NULL AND alert_logged_at IS NOT NULL AND status = 'open'
 """
 
 
 def upgrade() -> None:
     op.execute(ALERTS)
-    create_index(UNLOGGED.strip())  # commits what precedes it, which may be run again
+    for index in (UNLOGGED, UNSENT):
+        create_index(index.strip())  # commits what precedes it, which may be run again
     op.execute(WEBHOOKS)
     # a running operation was told that what it waits for is known
     op.execute("ALTER TABLE idempotency.records ADD COLUMN woken boolean NOT NULL DEFAULT false")
@@ -231,6 +237,6 @@ def downgrade() -> None:
     """)
     op.execute("ALTER TABLE idempotency.dead_letters DROP COLUMN is_undone")
     op.execute("ALTER TABLE idempotency.records DROP COLUMN woken")
-    op.execute("DROP INDEX idempotency.dead_letters_unlogged")
+    op.execute("DROP INDEX idempotency.dead_letters_unlogged, idempotency.dead_letters_unsent")
     op.execute("ALTER TABLE idempotency.dead_letters DROP COLUMN alert_logged_at")
     op.execute("ALTER TABLE idempotency.outbox DROP COLUMN alert_logged_at")
