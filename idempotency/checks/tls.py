@@ -94,14 +94,20 @@ def _finding(setting: str, servers: Sequence[Server] | None, allowed: Sequence[s
 
 
 def _postgres(parameters: Mapping[str, Any]) -> list[Server]:
-    """The servers that libpq would try, with what the environment says."""
-    said = {each.keyword.decode(): each.val.decode() for each in Conninfo.get_defaults() if each.val}
-    said |= {name: str(value) for name, value in parameters.items() if value is not None}
+    """The servers that libpq would try, with what the environment says.
+
+    A service that the address names goes before the environment, and libpq alone reads its file: then only the address counts.
+    What PGSERVICE names is in libpq's defaults.
+    """
+    said = {name: str(value) for name, value in parameters.items() if value is not None}
+    is_of_service = bool(said.get("service"))
+    if not is_of_service:
+        said = {each.keyword.decode(): each.val.decode() for each in Conninfo.get_defaults() if each.val} | said
     modes = {"verify-full": None, "verify-ca": ANY_HOST, "require": ANY_CERTIFICATE}
     # sslrootcert=system admits no mode but verify-full
     wrong = None if said.get("sslrootcert") == "system" else modes.get(said.get("sslmode", ""), PLAIN)
-    if said.get("service") and not said.get("host"):
-        return [Server(("unknown",), wrong, _POSTGRES)]  # libpq alone reads that file
+    if is_of_service and not said.get("hostaddr"):  # the file's would win over the address's host
+        return [Server(_names("unknown", host), wrong, _POSTGRES) for host in said.get("host", "").split(",")]
     hosts = zip_longest(said.get("hostaddr", "").split(","), said.get("host", "").split(","), fillvalue="")
     return [
         # the number is what is connected to
