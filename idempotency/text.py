@@ -7,12 +7,14 @@ import re
 # As long as a name may be in a table and on a screen, in characters.
 NAME_LIMIT = 255
 # What Postgres says below its first line, and SQLAlchemy below the statement, as an error's text has it: up to the next part of
-# the text, or of the traceback that it is in. DETAIL quotes the row, CONTEXT the line of a COPY, the other the parameters.
+# the text, or of the traceback that it is in. DETAIL quotes the row, CONTEXT the line of a COPY, the other the parameters; LINE is
+# one of the statement, with values where the client has put them into it, and below it a mark.
 _VALUES = re.compile(
     r"^[^\S\n]*(?:DETAIL:|CONTEXT:|\[parameters: ).*?"
     r"(?=^[^\S\n]*(?:HINT:|LINE \d+:|\[SQL|\(Background on|The above|During handling|Traceback)|\Z)"
+    r"|^[^\S\n]*LINE \d+:[^\n]*(?:\n[^\S\n]*\^[^\S\n]*$)?\n?"
     # the same where the text is quoted, as in the repr of an error
-    r"|\\n(?:DETAIL:|CONTEXT:|\[parameters: )[^\n]*",
+    r"|\\n(?:DETAIL:|CONTEXT:|LINE \d+:|\[parameters: )[^\n]*",
     re.DOTALL | re.MULTILINE,
 )
 
@@ -31,8 +33,6 @@ def one_line(text: str) -> str:
 
 def without_values(text: str) -> str:
     """The text of a database's error, alone or in a traceback, without the values of rows and parameters."""
-    return (
-        _VALUES.sub("", text).rstrip("\n")
-        if "DETAIL:" in text or "CONTEXT:" in text or "[parameters: " in text
-        else text
-    )
+    if not any(each in text for each in ("DETAIL:", "CONTEXT:", "LINE ", "[parameters: ")):
+        return text
+    return shown.rstrip("\n") if (shown := _VALUES.sub("", text)) != text else text

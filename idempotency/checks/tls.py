@@ -95,15 +95,21 @@ def _finding(setting: str, servers: Sequence[Server] | None, allowed: Allowed) -
 
 
 def _postgres(parameters: Mapping[str, Any]) -> list[Server]:
-    """The servers that libpq would try, with what the environment says."""
-    options = {each.keyword.decode(): each.val.decode() for each in Conninfo.get_defaults() if each.val}
-    options |= {name: str(value) for name, value in parameters.items() if value is not None}
+    """The servers that libpq would try, with what the environment says.
+
+    A service that the address names goes before the environment, and libpq alone reads its file: then only the address counts.
+    What PGSERVICE names is in libpq's defaults.
+    """
+    said = {name: str(value) for name, value in parameters.items() if value is not None}
+    is_of_service = bool(said.get("service"))
+    if not is_of_service:
+        said = {each.keyword.decode(): each.val.decode() for each in Conninfo.get_defaults() if each.val} | said
     modes = {"verify-full": None, "verify-ca": ANY_HOST, "require": ANY_CERTIFICATE}
     # sslrootcert=system admits no mode but verify-full
-    wrong = None if options.get("sslrootcert") == "system" else modes.get(options.get("sslmode", ""), PLAIN)
-    if options.get("service") and not options.get("host"):
-        return [Server(("unknown",), wrong, _POSTGRES)]  # libpq alone reads that file
-    hosts = zip_longest(options.get("hostaddr", "").split(","), options.get("host", "").split(","), fillvalue="")
+    wrong = None if said.get("sslrootcert") == "system" else modes.get(said.get("sslmode", ""), PLAIN)
+    if is_of_service and not said.get("hostaddr"):  # the file's would win over the address's host
+        return [Server(_names("unknown", host), wrong, _POSTGRES) for host in said.get("host", "").split(",")]
+    hosts = zip_longest(said.get("hostaddr", "").split(","), said.get("host", "").split(","), fillvalue="")
     return [
         # the number is what is connected to
         Server(() if not address and host[:1] in ("", "/", "@") else _names(address, host), wrong, _POSTGRES)

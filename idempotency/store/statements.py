@@ -31,7 +31,7 @@ READ_ONLY = "25006"
 # insufficient_privilege, and what `idempotency.tenants()` says where no tenant is set.
 NO_RIGHT = "42501"
 NO_TENANT = "idempotency.tenant is not set"
-# Classes of SQLSTATE: errors about data quote it; those about a statement quote the statement, and no row.
+# Classes of SQLSTATE: errors about data quote it; those about a statement have a hint that names columns, and quotes no row.
 DATA, SYNTAX = "22", "42"
 _QUOTED = re.compile('["«„“].*["»“”]', re.DOTALL)
 # PgBouncer's answer to options, unless its ignore_startup_parameters names them.
@@ -252,28 +252,36 @@ def describe(error: BaseException) -> str:
 def leave_out_values(error: BaseException | None) -> None:
     """Take the values of rows and parameters out of the texts of an error and of those that led to it.
 
-    They are in Postgres' DETAIL and CONTEXT, in what it quotes of data that it refuses, and in what SQLAlchemy adds. They stay
-    in the driver's `diag` for code that asks for them.
+    They are in Postgres' DETAIL and CONTEXT, in what it quotes of data that it refuses and of a statement (where a client has
+    put values into it), and in what SQLAlchemy adds. They stay in the driver's `diag` for code that asks for them.
     """
-    errors, seen = [error], set[int]()
+    errors, found = [error], dict[int, BaseException]()
     while errors:
         each = errors.pop()
-        if each is None or id(each) in seen:
+        if each is None or id(each) in found:
             continue
-        seen.add(id(each))
+        found[id(each)] = each
         errors += [each.__cause__, each.__context__, *getattr(each, "exceptions", ())]
-        if isinstance(inner := getattr(each, "exc", None), BaseException):  # of Celery's Retry
-            errors.append(inner)
+        # of SQLAlchemy's, and of Celery's Retry
+        errors += [inner for name in ("orig", "exc") if isinstance(inner := getattr(each, name, None), BaseException)]
+    # An ORM's error is a copy of the driver's. Found first: afterwards their texts differ.
+    copies = [
+        (each, driver)
+        for each in found.values()
+        if isinstance(driver := each.__cause__, psycopg.Error) and driver.args == each.args
+    ]
+    for each in sorted(found.values(), key=lambda each: not isinstance(each, psycopg.Error)):
         if isinstance(each, StatementError):
             each.hide_parameters = True
-            if isinstance(each.orig, psycopg.Error):
-                leave_out_values(each.orig)
-                each.args = (f"({type(each.orig).__module__}.{type(each.orig).__name__}) {each.orig}", *each.args[1:])
-                continue
-        if isinstance(each, psycopg.Error) and not (each.sqlstate or SYNTAX).startswith(SYNTAX):
-            each.args = (_primary(each) or "", *each.args[1:])
+        if isinstance(each, psycopg.Error) and each.sqlstate:
+            hint = each.diag.message_hint if each.sqlstate.startswith(SYNTAX) else None
+            each.args = ("\nHINT:  ".join(filter(None, (_primary(each), hint))), *each.args[1:])
+        elif isinstance(each, StatementError) and isinstance(each.orig, psycopg.Error):
+            each.args = (f"({type(each.orig).__module__}.{type(each.orig).__name__}) {each.orig}", *each.args[1:])
         else:
             each.args = tuple(without_values(given) if isinstance(given, str) else given for given in each.args)
+    for copy, driver in copies:
+        copy.args = driver.args
 
 
 def _primary(driver: Any) -> str | None:

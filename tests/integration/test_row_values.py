@@ -92,7 +92,9 @@ def test_an_error_of_another_connection_reaches_celery_without_values(subtests: 
 
 
 @pytest.mark.usefixtures("people")
-def test_a_statement_that_is_wrong_is_shown_where(bank: Celery) -> None:
-    with pytest.raises(DBAPIError, match="LINE 1: SELECT nothing FROM people") as raised:
-        by_session(bank, "SELECT nothing FROM people")
+def test_a_statement_that_is_wrong_is_shown_with_what_is_wrong(bank: Celery) -> None:
+    with pytest.raises(DBAPIError, match='column "emial" does not exist') as raised:
+        by_session(bank, "SELECT emial FROM people")
+    assert "HINT:  Perhaps you meant to reference the column" in str(raised.value)
+    assert "[SQL: SELECT emial FROM people]" in str(raised.value)
     assert isinstance(raised.value.orig, psycopg.errors.UndefinedColumn)

@@ -53,6 +53,13 @@ def test_what_postgres_and_sqlalchemy_add_to_an_error_is_cut(text: str) -> None:
     assert CANARY not in error_text("x", text)
 
 
-@pytest.mark.parametrize("text", ["no detail here", "DETAILS: 3\nlines\nof text", "one\n\ntwo"])
+@pytest.mark.parametrize("text", ["no detail here", "DETAILS: 3\nlines\nof text", "LINE up\nhere\n", "one\n\ntwo"])
 def test_other_text_stays_as_it_is(text: str) -> None:
     assert without_values(text) == text
+
+
+def test_the_line_of_a_statement_is_cut_and_what_follows_it_stays() -> None:
+    """Django puts values into a statement before it sends it."""
+    said = f"operator does not exist\nLINE 1: SELECT 1 WHERE '{CANARY}' = 1\n                       ^\nHINT:  add casts\nmore"
+    assert without_values(said) == "operator does not exist\nHINT:  add casts\nmore"
+    assert CANARY not in without_values(repr(ValueError(said)))

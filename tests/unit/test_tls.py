@@ -5,6 +5,7 @@ from __future__ import annotations
 import ssl
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -64,6 +65,8 @@ def check(finding: Finding, found: str) -> None:
         ("postgresql+psycopg:///shop?host=127.0.0.1:5432&host=db.example:5432", PLAIN),
         ("postgresql+psycopg:///?service=shop", PLAIN),
         ("postgresql+psycopg:///?service=shop&sslmode=verify-full", VERIFIED),
+        (f"{LOCAL}?service=shop", PLAIN),  # its hostaddr would win
+        (f"{LOCAL}?service=shop&hostaddr=127.0.0.1", HERE),
     ],
 )
 def test_postgres_off_this_machine_needs_verify_full(url: str, found: str) -> None:
@@ -76,6 +79,37 @@ def test_what_libpq_reads_from_the_environment_counts(monkeypatch: pytest.Monkey
     monkeypatch.setenv("PGHOST", "db.example")
     monkeypatch.setenv("PGSSLMODE", "require")
     check(findings(idempotency_database_url="postgresql+psycopg:///shop")["idempotency_database_url"], ANY_CERTIFICATE)
+
+
+@pytest.mark.parametrize(
+    ("address", "named", "of_service", "found"),
+    [
+        ("?service=shop", None, "sslmode=disable", PLAIN),
+        ("?service=shop&sslmode=verify-full", None, "sslmode=disable", VERIFIED),
+        ("", "shop", "sslmode=disable", PLAIN),
+        ("", "shop", "sslmode=require", ANY_CERTIFICATE),
+        ("", "shop", "port=5433", VERIFIED),
+        ("?sslmode=require", "shop", "sslmode=verify-full", ANY_CERTIFICATE),
+    ],
+)
+def test_what_a_service_says_goes_before_the_environment(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, address: str, named: str | None, of_service: str, found: str
+) -> None:
+    file = tmp_path / "pg_service.conf"
+    file.write_text(f"[shop]\n{of_service}\n")
+    for name, value in {"PGSERVICEFILE": str(file), "PGSSLMODE": "verify-full", "PGSERVICE": named}.items():
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    check(findings(idempotency_database_url=f"{AWAY}{address}")["idempotency_database_url"], found)
+
+
+def test_a_service_reaches_only_hosts_that_may_be_reached_in_plain_text() -> None:
+    address = "postgresql+psycopg:///shop?host=db.example,other.example&service=shop"
+    allowed = "db.example"
+    found = findings(idempotency_plain_text_hosts=allowed, idempotency_database_url=address)
+    check(found["idempotency_database_url"], PLAIN)
+    found = findings(idempotency_plain_text_hosts=f"{allowed}, other.example", idempotency_database_url=address)
+    assert found["idempotency_database_url"].level is Level.OK
 
 
 def test_what_an_engine_of_your_own_asks_for_counts() -> None:

@@ -30,7 +30,7 @@ from sqlalchemy.orm import Session, SessionTransaction
 from ...attempt.session import note_role, refuse_end_of_transaction, takes_role
 from ...errors import SessionNotYours, SettingsError
 from ...observe.logs import log
-from ...store.statements import READ_ONLY, OneStatement
+from ...store.statements import READ_ONLY, OneStatement, leave_out_values
 
 _NOT_YOURS = "the connection's transaction belongs to the attempt, which commits it with the result"
 
@@ -67,7 +67,11 @@ class BorrowedConnection(Face):
     def wait(self, gen: Any, *args: Any, **options: Any) -> Any:
         if self.is_returned:
             raise psycopg.InterfaceError("the transaction of this cursor has ended")
-        return super().wait(gen, *args, **options)
+        try:
+            return super().wait(gen, *args, **options)
+        except psycopg.Error as error:
+            leave_out_values(error)  # before Django copies its texts
+            raise
 
     def commit(self) -> None:
         raise SessionNotYours(_NOT_YOURS)
