@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import UTC
@@ -11,7 +10,7 @@ from uuid import uuid4
 
 import pytest
 from celery import Celery
-from django.db import DatabaseError, IntegrityError, close_old_connections, connection, connections, transaction
+from django.db import IntegrityError, close_old_connections, connection, connections, transaction
 from django.db.backends.signals import connection_created
 from django.db.models.signals import post_delete
 from django.db.transaction import TransactionManagementError
@@ -20,7 +19,6 @@ from sqlalchemy.orm import Session
 
 from idempotency import IdempotentTask as PlainIdempotentTask
 from idempotency import Operation, PermanentError
-from idempotency.store.statements import leave_out_values
 from tests.django.conftest import Entries, make_task
 from tests.django.ledger.models import Entry
 from tests.support.deliveries import Deliveries
@@ -563,49 +561,3 @@ def test_a_lock_that_times_out_in_a_query_uses_up_no_attempt(
         assert deliveries.deliver(make_task(app, at_once), key="did not").state == "RETRY"
     other.close()
     assert (record("waited").attempts, record("did not").attempts) == (0, 1)
-
-
-CANARY = "canary@bank.example"
-# a statement, and what its error has to say; Django puts the value into it
-WRONG = {
-    "number": ("SELECT CAST(%s AS int)", "invalid input syntax for type integer"),
-    "operator": ("SELECT 1 WHERE CAST(%s AS text) = 1", "operator does not exist"),
-    "constraint": (
-        "INSERT INTO ledger_entry (id, account) VALUES (1, %s), (1, 'b')",
-        "ledger_entry",
-    ),
-}
-
-
-@pytest.mark.parametrize("wrong", WRONG)
-def test_an_error_of_the_orm_about_data_quotes_no_row(app: Celery, deliveries: Deliveries, wrong: str) -> None:
-    statement, named = WRONG[wrong]
-    caught = []
-
-    def body(self: Any) -> None:
-        try:
-            with connection.cursor() as cursor:
-                cursor.execute(statement, [CANARY])
-        except DatabaseError as error:
-            caught.append(str(error))
-            raise
-
-    outcome = deliveries.deliver(make_task(app, body), key="k")
-    assert outcome.state == "RETRY"
-    for said in (repr(outcome.value), *caught):
-        assert CANARY not in said
-        assert named in said
-
-
-@pytest.mark.parametrize("wrong", WRONG)
-def test_an_error_of_a_connection_of_djangos_own_loses_its_values_on_the_way_to_celery(app: Celery, wrong: str) -> None:
-    statement, named = WRONG[wrong]
-    with pytest.raises(DatabaseError) as raised, connection.cursor() as cursor:
-        cursor.execute(statement, [CANARY])
-    assert CANARY in str(raised.value)
-    again = ValueError("no answer")
-    again.__cause__ = raised.value
-    leave_out_values(again)
-    shown = "".join(traceback.format_exception(again)) + repr(raised.value)
-    assert CANARY not in shown
-    assert named in str(raised.value)
