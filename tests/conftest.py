@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import shutil
 import tempfile
@@ -15,11 +16,12 @@ from uuid import uuid4
 import kombu.pools
 import pytest
 import redis
-from celery import Celery
+from celery import Celery, _state
 from sqlalchemy import Engine, Row, create_engine, text
 from sqlalchemy.engine import URL, make_url
 
 import services
+from idempotency import events
 from idempotency.application import close_runtime
 from idempotency.relay.relay import Relay
 from idempotency.upkeep.maintenance import recover
@@ -202,11 +204,20 @@ def environment(servers: services.Services, application_database: str, redis_url
 
 @pytest.fixture
 def bank(environment: dict[str, str]) -> Iterator[Celery]:
-    """The application of tests/support/bank.py, configured for this test, in this process."""
+    """The application of tests/support/bank.py, configured for this test, in this process.
+
+    What the test adds to it is taken out again: a task that moves money, or a saga's event, would be met by other tests.
+    """
     from tests.support import bank
 
     bank.configure(environment)
+    tasks, expected = dict(bank.app.tasks), copy.deepcopy(events._expected.get(bank.app, {}))
+    shared = set(_state._on_app_finalizers)  # what Celery gives to applications that are made later
     yield bank.app
+    for name in set(bank.app.tasks) - set(tasks):
+        bank.app.tasks.pop(name)
+    events._expected[bank.app] = expected
+    _state._on_app_finalizers.intersection_update(shared)
     close_runtime(bank.app)
     delete_queue(environment)
     kombu.pools.reset()

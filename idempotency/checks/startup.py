@@ -16,11 +16,11 @@ from celery import Celery
 from sqlalchemy.exc import DBAPIError
 
 from ..errors import SettingsError
+from ..observe.outages import WRONG_ADDRESS, reason
 from ..worker.task import idempotent_tasks
 from .broker import require_broker_address
 from .findings import Finding, Level
 from .settings import check_pool_size, read_settings
-from .unreachable import reason
 
 # The process that has frozen its objects, after those it was forked from.
 _frozen: list[int] = []
@@ -98,6 +98,8 @@ def require_safe_setup(app: Celery, *, consumed: Iterable[str] = ()) -> str | No
                 findings += check_sagas(app, settings)
         except DBAPIError as error:
             unanswered = reason(error)
+            if unanswered in WRONG_ADDRESS:
+                findings.append(Finding(Level.REFUSAL, "idempotency_database_url", unanswered, "correct it"))
     if refusals := [finding for finding in findings if finding.level is Level.REFUSAL]:
         # Celery logs and ignores other exceptions of signal receivers.
         raise SystemExit("\n".join(f"idempotency: refused to start: {finding}" for finding in refusals))

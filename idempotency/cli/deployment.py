@@ -19,13 +19,12 @@ from ..checks.doctor import doctor as diagnose
 from ..checks.findings import Level
 from ..checks.postgres import require_all_tenants
 from ..checks.startup import require_safe_setup
-from ..checks.unreachable import WRONG_ADDRESS, reason
 from ..environment import environment, role_passwords
 from ..errors import SettingsError
 from ..extras import extra
 from ..observe import metrics, outages
 from ..observe.logs import keep_lines_whole, log
-from ..observe.outages import Pauses
+from ..observe.outages import Pauses, reason
 from ..store import roles, schema
 from ..store.connections import make_migrations_engine
 from ..upkeep import maintenance
@@ -78,7 +77,7 @@ def relay(app: AppOption = "") -> None:
 
 
 def _wait_for_postgres(celery: Celery, stop: threading.Event, unanswered: str | None) -> None:
-    """Return once the set-up is checked against the database, which may be starting. Raises what waiting cannot fix."""
+    """Return once the set-up is checked against the database, which may be starting. Raises `SystemExit` for what waiting cannot fix."""
     pauses = Pauses()
     while not stop.is_set():
         if unanswered is None:
@@ -89,8 +88,6 @@ def _wait_for_postgres(celery: Celery, stop: threading.Event, unanswered: str | 
                 return
             except OperationalError as error:
                 unanswered = reason(error)
-        if unanswered in WRONG_ADDRESS:
-            raise SettingsError(f"idempotency_database_url: {unanswered}")
         if outages.postgres.is_news():
             log.warning("postgres_unavailable", error=unanswered)
         stop.wait(pauses.next())

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from sqlalchemy.exc import DBAPIError, OperationalError
 
-from ..checks.unreachable import WRONG_ADDRESS, reason
 from ..errors import IdempotencyError
+from ..observe.outages import WRONG_ADDRESS, reason
 from ..store.refused import remedy
 from ..store.statements import describe
 

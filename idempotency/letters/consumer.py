@@ -33,7 +33,7 @@ from ..broker.channel import BROKER_ERRORS, declare_queues, forward, points_to_s
 from ..errors import SettingsError
 from ..observe.crash_points import crash_point
 from ..observe.logs import log
-from ..observe.outages import Pauses
+from ..observe.outages import Pauses, reason
 from ..queues import SHARED_DEAD_LETTERS, dead_letter_queue, dead_letter_queues, forwarded_dead_letters
 from ..store.statements import describe, is_news
 from ..wire.arriving import bound_what_arrives
@@ -106,7 +106,7 @@ class DeadLetterConsumer:
                 self.close()
                 pause = pauses.next()
                 if is_news(error):
-                    log.warning("postgres_unavailable", error=type(error.orig).__name__)
+                    log.warning("postgres_unavailable", error=reason(error))
             except BROKER_ERRORS as error:
                 self.close()
                 log.warning("broker_unavailable", error=type(error).__name__)

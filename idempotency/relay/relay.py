@@ -28,7 +28,7 @@ from ..errors import BrokerUnavailable
 from ..observe import metrics
 from ..observe.crash_points import crash_point
 from ..observe.logs import log
-from ..observe.outages import Pauses
+from ..observe.outages import Pauses, reason
 from ..store import outbox
 from ..store.outbox import Lane
 from ..store.statements import is_news
@@ -89,7 +89,7 @@ class Relay:
                     stop.wait(GATHER)
             except (OperationalError, psycopg.OperationalError) as error:
                 if is_news(error):
-                    log.warning("postgres_unavailable", error=type(error).__name__)
+                    log.warning("postgres_unavailable", error=reason(error))
                 self._stop_listening()
                 stop.wait(pauses.next())
             except Exception:  # an unexpected error must not stop all messages

@@ -13,7 +13,7 @@ from sqlalchemy.exc import OperationalError
 from ..application import runtime_of
 from ..letters.consumer import DeadLetterConsumer
 from ..observe.logs import log
-from ..observe.outages import Pauses
+from ..observe.outages import Pauses, reason
 from ..relay.relay import Relay
 from ..relay.resend import resend_lost
 from ..store.statements import is_news
@@ -87,7 +87,7 @@ def _upkeep(celery: Celery, stop: threading.Event, progressed: Callable[[], obje
         except OperationalError as error:
             pause = pauses.next()
             if is_news(error):
-                log.warning("postgres_unavailable", error=type(error.orig).__name__)
+                log.warning("postgres_unavailable", error=reason(error))
         except Exception:  # an unexpected error must not end the thread
             log.exception("upkeep_failed")
         stop.wait(pause)

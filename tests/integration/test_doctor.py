@@ -508,18 +508,21 @@ def test_a_relay_asked_to_stop_while_it_waits_for_postgres_ends(
     assert running.wait(30) == 0, log.read_text()
 
 
-def test_a_relay_with_a_wrong_address_does_not_wait(
-    bank: Celery, environment: dict[str, str], tmp_path: Path, rabbitmq: None
+@pytest.mark.parametrize("process", ["relay", "worker", "beat"])
+def test_a_process_with_a_wrong_address_does_not_wait(
+    process: str, bank: Celery, environment: dict[str, str], tmp_path: Path, rabbitmq: None
 ) -> None:
     wrong = environment | {"DATABASE_URL": environment["DATABASE_URL"] + "_not_there"}
-    running = start("relay", variant(tmp_path, ""), wrong, tmp_path)
+    running = start(process, variant(tmp_path, ""), wrong, tmp_path)
     assert running.wait(60) == 1
-    assert "idempotency: idempotency_database_url: no such database or user" in (tmp_path / "log").read_text()
+    refused = "idempotency: refused to start: idempotency_database_url: no such database or user; correct it"
+    assert refused in (tmp_path / "log").read_text()
 
 
 def start(process: str, module: str, environment: dict[str, str], directory: Path) -> subprocess.Popen[bytes]:
     options = {
         "relay": ["idempotency.cli", "relay", "-A", module],
+        "worker": ["celery", "-A", module, "worker", "-l", "INFO", "--concurrency", "1"],
         "beat": ["celery", "-A", module, "beat", "-l", "INFO", "-s", directory / "schedule", "--pidfile", ""],
     }[process]
     with (directory / "log").open("wb") as log:

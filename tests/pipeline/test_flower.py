@@ -19,6 +19,7 @@ from sqlalchemy import Engine
 from sqlalchemy.orm import Session
 
 import services
+from idempotency.application import close_runtime
 from idempotency.relay.relay import Relay
 from tests.support import bank as bank_module
 from tests.support.broker_users import make_users, virtual_host
@@ -105,6 +106,7 @@ def test_flower_follows_tasks_with_a_user_that_may_do_nothing_else(
     with ExitStack() as stack:
         environment |= {"BROKER_URL": stack.enter_context(virtual_host(servers)), "REMOTE_CONTROL": ""}
         bank_module.configure(environment)
+        stack.callback(close_runtime, bank_module.app)
         users = make_users(runner(monkeypatch, capsys), servers, environment, tmp_path, monkeypatch)
         processes = Processes(environment | {"BROKER_URL": users.url("worker")})
         stack.callback(processes.kill_all)

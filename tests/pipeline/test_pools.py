@@ -25,8 +25,6 @@ def pool(request: pytest.FixtureRequest) -> tuple[str, ...]:
     return POOLS[request.param]
 
 
-# With prefork, it has failed in whole runs and never alone: operations were left open. The cause is not found yet.
-@pytest.mark.long
 def test_parallel_attempts_stay_apart_and_a_killed_worker_doubles_nothing(
     pool: tuple[str, ...], bank: Celery, processes: Processes, relay: Relay, entries: Entries, record: Record
 ) -> None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import kombu
 import pytest
-from celery import Celery, _state
+from celery import Celery
 from sqlalchemy import Engine, text
 from sqlalchemy.orm import Session
 
@@ -138,13 +137,5 @@ class Stage:
 
 
 @pytest.fixture
-def stage(bank: Celery, engine: Engine, deliveries: Deliveries) -> Iterator[Stage]:
-    from idempotency import events
-
-    tasks, expected = dict(bank.tasks), dict(events._expected.get(bank, {}))
-    shared = set(_state._on_app_finalizers)  # what Celery gives to applications that are made later
-    yield Stage(bank, engine, deliveries)
-    for name in set(bank.tasks) - set(tasks):
-        bank.tasks.pop(name)
-    events._expected[bank] = expected
-    _state._on_app_finalizers.intersection_update(shared)
+def stage(bank: Celery, engine: Engine, deliveries: Deliveries) -> Stage:
+    return Stage(bank, engine, deliveries)

@@ -13,7 +13,7 @@ from sqlalchemy import Engine, create_engine, text
 from sqlalchemy.orm import Session
 
 from idempotency import Defer, IdempotentTask, Operation, PermanentError
-from idempotency.application import runtime_of
+from idempotency.application import close_runtime, runtime_of
 from idempotency.queues import quorum_queue
 from idempotency.sagas import call as task_call
 from idempotency.sagas import saga
@@ -40,7 +40,8 @@ def prepare(database_url: str) -> None:
 
 
 def configure(environment: dict[str, str]) -> None:
-    """Point the application at one test's servers."""
+    """Point the application at one test's servers. What another test has left open would stay at its own."""
+    close_runtime(app)
     queue = environment["BANK_QUEUE"]
     app.conf.update(
         broker_url=environment["BROKER_URL"],
