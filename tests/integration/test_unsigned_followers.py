@@ -23,7 +23,11 @@ VICTIM = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("way", ["callbacks", "chain", "errbacks", "starmap"])
+# Other ways in which a worker calls what its message names.
+OTHERS = ("callbacks", "errbacks", "starmap")
+
+
+@pytest.mark.parametrize("way", ["chain", *(pytest.param(way, marks=pytest.mark.long) for way in OTHERS)])
 def test_what_somebody_else_has_published_runs_no_operation_by_way_of_a_plain_task(
     bank: Celery,  # noqa: F811
     processes: Processes,
