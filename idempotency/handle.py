@@ -109,7 +109,8 @@ class Handle(Generic[R_co]):
         """Let an operation that waits for a provider (`Undecided`) ask again, once the session commits.
 
         For whoever hears of the provider's decision, like a webhook. One that runs at this moment asks once more if it
-        finds nothing decided; one that has ended or is not known stays as it is. Raises `InvalidArguments` if the session is none.
+        finds nothing decided; one that has ended or is not known stays as it is. Returns nothing, also not whether one waits:
+        read `status` for that. Raises `InvalidArguments` if the session is none.
         """
         runtime = runtime_of(self.app)
         waking.wake(in_transaction_of(session, runtime.home), self.id, runtime.settings.service)

@@ -12,7 +12,7 @@ from ..settings import Settings
 from ..worker.task import idempotent_tasks
 from .broker import check_broker, check_broker_settings, check_remote_control, check_signatures
 from .findings import Finding, Level, warning
-from .people import check_people
+from .people import check_operators, check_people
 from .postgres import check_database
 from .processes import check_processes
 from .queues import check_declared_queues
@@ -56,6 +56,9 @@ def doctor(app: Celery) -> list[Finding]:
             )
             findings += check_server(
                 "database", "idempotency_database_url", lambda: check_sagas(app, settings), Level.WARNING
+            )
+            findings += check_server(
+                "database", "idempotency_database_url", lambda: check_operators(app, settings), Level.WARNING
             )
         findings += check_people(settings)
     if not is_refused(findings, "broker_url", "broker_read_url", "broker_write_url"):

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from celery import Celery
+
 from ..errors import SettingsError
 from ..identities import are_outside, known_people, source
 from ..settings import Settings
+from ..store import people
+from ..store.overview import monitoring_connection
+from ..worker.task import idempotent_tasks
 from .findings import Finding, ok, warning
 
 
@@ -19,3 +24,14 @@ def check_people(given: Settings) -> list[Finding]:
     except SettingsError as error:
         subject, _, found = str(error).partition(": ")
         return [warning(subject, found, "no person can prove who they are here")]
+
+
+def check_operators(app: Celery, given: Settings) -> list[Finding]:
+    """Tasks that move money while no one can prove who they are: people could change none of their operations."""
+    if are_outside(given) or not (moving := [task.name for task in idempotent_tasks(app) if task.moves_money]):
+        return []
+    with monitoring_connection(given) as connection:
+        if people.has_any(connection) is not False:
+            return []
+    found = f"none has a valid token, and {len(moving)} tasks move money ({moving[0]}, for one)"
+    return [warning("operators", found, "add one with `idempotency operators add`: only they can change what those do")]

@@ -95,9 +95,13 @@ def _wait_for_postgres(celery: Celery, stop: threading.Event, unanswered: str | 
 
 
 @commands.command()
-def doctor(app: AppOption = "", as_json: JsonOption = False) -> None:
+def doctor(
+    app: AppOption = "",
+    problems: Annotated[bool, typer.Option("--problems", help="Leave out what is as it should be.")] = False,
+    as_json: JsonOption = False,
+) -> None:
     """Check for anything that would lose work, do it twice or expose it. Exit status 1 if there is."""
-    findings = diagnose(application(app))
+    findings = [each for each in diagnose(application(app)) if not (problems and each.level is Level.OK)]
     if as_json:
         print_json([asdict(finding) for finding in findings])
     else:

@@ -125,7 +125,9 @@ def redeliver(app: Celery, change: Change, id: str) -> int:
     with runtime.engine.begin() as connection:
         row = stored.reopen(connection, service, id)
         if row is None:
-            raise ChangeRefused(f"{id}: is still being delivered")
+            raise ChangeRefused(
+                f"{id}: is still being delivered, and tried again by itself; `webhooks show` has its attempts"
+            )
         app.tasks[row.task].enqueue(connection, delivery_id=id, redelivery=row.redelivery, tenant=row.tenant)
         audit(connection, change, "webhook_redelivered", None, None, details={"id": id, "tenant": row.tenant})
     return int(row.redelivery)

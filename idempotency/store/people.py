@@ -31,6 +31,9 @@ SELECT EXISTS (SELECT FROM idempotency.operators WHERE role = 'admin')
     OR EXISTS (SELECT FROM idempotency.audit WHERE action = 'operator_added' AND details ->> 'role' = 'admin')
 """
 
+_IS_VALID = "SELECT EXISTS (SELECT FROM idempotency.operators WHERE expires_at > clock_timestamp())"
+_MAY_LOOK = "SELECT has_table_privilege('idempotency.operators', 'SELECT')"
+
 _OWNS = (
     "SELECT pg_has_role(current_user, relowner, 'USAGE') FROM pg_class WHERE oid = 'idempotency.operators'::regclass"
 )
@@ -55,6 +58,13 @@ def operators(connection: Connection) -> Sequence[Row[Any]]:
 def who(connection: Connection, token_hash: str) -> Row[Any] | None:
     """The person whose token has this hash, and whether the token has expired."""
     return connection.exec_driver_sql(_WHO, {"hash": token_hash}).one_or_none()
+
+
+def has_any(connection: Connection) -> bool | None:
+    """Whether anyone's token is valid. None: this role may not look."""
+    if not connection.exec_driver_sql(_MAY_LOOK).scalar_one():
+        return None
+    return bool(connection.exec_driver_sql(_IS_VALID).scalar_one())
 
 
 def had_admin(connection: Connection) -> bool:

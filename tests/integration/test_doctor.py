@@ -20,7 +20,7 @@ import pytest
 import redis
 from celery import Celery
 from kombu import Queue
-from sqlalchemy import create_engine, text
+from sqlalchemy import Engine, create_engine, text
 from sqlalchemy.engine import make_url
 
 import services
@@ -29,6 +29,7 @@ from idempotency.checks.broker import check_remote_control
 from idempotency.checks.doctor import doctor
 from idempotency.checks.findings import Finding, Level
 from idempotency.queues import dead_letter_queues, quorum_queue
+from idempotency.store import people
 from idempotency.store.statements import CheckedConnection
 from tests.support import bank as bank_module
 from tests.support.pooler import Pooler
@@ -99,6 +100,20 @@ def test_a_queue_that_no_idempotent_task_uses_may_be_of_any_kind(configured: Cel
     assert [(each.level, each.found) for each in found] == [
         (Level.WARNING, "not as quorum_queue declares it: x-queue-type and 4 more")
     ]
+
+
+def test_money_that_no_one_may_touch_is_a_warning(
+    configured: Celery, rabbitmq: None, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def warned() -> list[str]:
+        return [each.found for each in about(configured, "operators") if each.level is Level.WARNING]
+
+    assert warned() == []
+    monkeypatch.setattr(configured.tasks[bank_module.deposit.name], "moves_money", True)
+    assert warned() == [f"none has a valid token, and 1 tasks move money ({bank_module.deposit.name}, for one)"]
+    with engine.connect() as connection:
+        people.add(connection, "ann", "admin", token_hash="a" * 64, days=1)
+    assert warned() == []
 
 
 def test_a_message_that_may_outlive_its_record_is_a_warning(configured: Celery, rabbitmq: None) -> None:
@@ -306,7 +321,7 @@ def test_a_failing_address_is_reported_without_its_password(
 ) -> None:
     addresses = {name: spoil(environment[name], fault) for name in ("DATABASE_URL", "REDIS_URL", "BROKER_URL")}
     done = subprocess.run(
-        [sys.executable, "-m", "idempotency.cli", "doctor", "-A", "tests.support.bank", "--json"],
+        [sys.executable, "-m", "idempotency.cli", "doctor", "-A", "tests.support.bank", "--json", "--problems"],
         env=environment | addresses,
         capture_output=True,
         text=True,
@@ -320,6 +335,7 @@ def test_a_failing_address_is_reported_without_its_password(
     levels = ("refusal", "refusal", "refusal")  # no process starts with an address that it cannot read
     if fault != "address":
         subjects, levels = ("database", "redis", "broker"), ("refusal", "warning", "refusal")
+    assert "ok" not in {finding["level"] for finding in json.loads(done.stdout)}
     # without Redis the promise holds
     assert told == set(zip(subjects, levels, strict=True))
     assert done.returncode == 1
