@@ -241,6 +241,7 @@ ALSO = {
         ("–", "the lease in Postgres keeps a duplicate away, whatever Redis has lost"),
     ),
     **dict.fromkeys((("F19", "P1"), ("F19", "P2")), ("R,S", "its holder was dead: it is another attempt")),
+    ("F19", "P0"): ("R,S", "where no worker may be asked what it holds, that is sent once more, and runs first"),
     ("F19", "P3"): ("G,S", "its holder was dead, and the gateway had been called"),
     ("F8+F9", ""): ("R", "a worker without its broker ends its attempts: they go back to the outbox by themselves"),
     ("F3@P4+F12", ""): ("R+", "the frozen attempt still exists, and finds out when it goes on"),
