@@ -230,6 +230,7 @@ ALSO = {
         )
         for phase, letter in (("P1", "R"), ("P2", "R"), ("P3", "G"), ("P4", "R"))
     },
+    ("F8", "S1"): ("–", "what was published after the wipe came back as unroutable, so the relay published it again"),
     **dict.fromkeys(
         (("F12", "P7"), ("F14", "P7")), ("K", "the relay has its rows and publishes them; what waits is its mark")
     ),
