@@ -28,6 +28,7 @@ from .attempt import Attempt
 
 # lock_not_available: a statement waited for a lock for longer than lock_timeout
 LOCK_NOT_AVAILABLE = "55P03"
+DEADLOCK_DETECTED = "40P01"
 # Where Postgres raises it for a timeout; for NOWAIT it is where the lock was asked for. The text depends on the language.
 TIMEOUT_FUNCTION = "ProcessInterrupts"
 # Ten years: beyond this a delay is a mistake, and Postgres' clock ends eventually.
@@ -110,8 +111,10 @@ class Release:
 Ending = Finished | Fail | Release
 
 
-def _is_lock_timeout(error: BaseException) -> bool:
+def _is_for_anothers_lock(error: BaseException) -> bool:
     driver = driver_error(error)
+    if isinstance(driver, psycopg.Error) and driver.sqlstate == DEADLOCK_DETECTED:
+        return True
     if not isinstance(driver, psycopg.Error) or driver.sqlstate != LOCK_NOT_AVAILABLE:
         return False
     return driver.diag.source_function == TIMEOUT_FUNCTION  # with NOWAIT the body chose not to wait
@@ -139,7 +142,7 @@ def end_for(error: BaseException, attempt: Attempt) -> Fail | Release:
     cause = error.cause if isinstance(error, Again) else error
     if attempt.delivery.only_asked and not isinstance(error, (Again, *policy.permanent_errors)):
         return Release(claim, 0.0, cause)  # whoever asks again decides when
-    if _is_lock_timeout(cause) and claim.age + settings.lease <= settings.defer_budget:
+    if _is_for_anothers_lock(cause) and claim.age + settings.lease <= settings.defer_budget:
         # Someone else's lock is not this operation's fault: a frozen holder keeps it for several leases.
         return Release(claim, random.uniform(0.0, settings.lease), cause, give_back=True)
     if isinstance(cause, NotConnected | PoolTimeout) and claim.age + settings.lease <= settings.defer_budget:

@@ -92,9 +92,10 @@ def replay(app: Celery, letter: int, change: Change, *, is_confirmed: bool = Tru
                 )
             id, details = stopped, details | {"dead_letters": list(retried.letters), "waits_for": retried.waits_for}
         else:
+            caller = saga_changes.lock_caller(connection, letter)
             used = _use_of(connection, letter)
             id = dead_letters.replay(connection, letter, service=service, app=app)
-            if used is not None and not saga_changes.await_again(connection, id):
+            if used is not None and not saga_changes.await_again(connection, id, caller):
                 _check_only_finishes(letter, used)
                 saga_changes.only_finish(connection, id)
         row = operations.read_locked(connection, id)

@@ -261,10 +261,12 @@ class SagaAttempt(Attempt):
 
     def record_with(self, row: Recorded) -> None:
         """Record something in the session's transaction."""
-        self.writes.in_session(lambda c: saga_steps.record_with(c, self.claim, self.saga, row, lease=self.lease))
+        self.writes.in_session(
+            lambda c: saga_steps.record_with(c, self.claim, self.saga, row, seen=self.journal.seen, lease=self.lease)
+        )
 
     def _record(self, row: Recorded) -> None:
-        self.writes.alone(lambda c: saga_steps.record(c, self.claim, self.saga, row))
+        self.writes.alone(lambda c: saga_steps.record(c, self.claim, self.saga, row, seen=self.journal.seen))
         self.journal.add(row)
 
     @property
@@ -279,7 +281,9 @@ class SagaAttempt(Attempt):
         row = self.new_row("effect", name, "begun", entry["args"], self._undo_of[name])
         row.position = entry["position"] = position or row.position
         row.entry = entry
-        begun_at: float = self.writes.alone(lambda c: saga_steps.begin_effect(c, self.claim, self.saga, row))
+        begun_at: float = self.writes.alone(
+            lambda c: saga_steps.begin_effect(c, self.claim, self.saga, row, seen=self.journal.seen)
+        )
         self._positions[name] = row.position
         if position is None:
             self.journal.add(row)

@@ -26,6 +26,8 @@ class Journal:
         self._versions: dict[str, bool] = {}
         self.undos = {row.undoes: row for row in rows if row.kind == "undo"}
         self.last = max((row.position for row in rows), default=0)
+        # when the last thing ended that this attempt has read, by the database's clock
+        self.seen = max((row.ended_at for row in rows if row.ended_at is not None), default=None)
 
     @property
     def rows(self) -> Sequence[Recorded]:

@@ -55,6 +55,15 @@ def insert_for_rows_sql(rows: str, *, reason: str, error: str, attempts: str, ge
     return insert_sql("relay", columns, rows=f"FROM {rows}")
 
 
+def _of_earlier(tenant: str, task: str, key: str) -> dict[str, str]:
+    """What the earlier letters of an operation say of the saga that has used it: they are purged before an open one."""
+    earlier = f"FROM idempotency.dead_letters e WHERE (e.tenant, e.task, e.key) = ({tenant}, {task}, {key})"
+    return {
+        "used_by": f"(SELECT max(e.used_by) {earlier})",
+        "is_undone": f"coalesce((SELECT bool_or(e.is_undone) {earlier}), false)",
+    }
+
+
 # first_error comes from the record, which has seen all attempts.
 _STORE = insert_sql(
     "operation",
@@ -75,6 +84,7 @@ _STORE = insert_sql(
         "attempts": "%(attempts)s",
         "headers": "%(headers)s",
         "payload": "%(message)s",
+        **_of_earlier("%(tenant)s", "%(task)s", "%(key)s"),
     },
 )
 
@@ -101,6 +111,7 @@ _STORE_MESSAGE = (
             "headers": "%(headers)s",
             "payload": "%(payload)s",
             "digest": "%(digest)s",
+            **_of_earlier("coalesce(%(tenant)s, o.tenant)", "coalesce(%(task)s, o.task)", "coalesce(%(key)s, o.key)"),
         },
         rows="FROM (SELECT) one LEFT JOIN idempotency.outbox o ON o.message_id = %(message_id)s",
     )

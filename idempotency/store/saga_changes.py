@@ -89,9 +89,15 @@ WHERE d.id = %(letter)s
 # The replay of what a saga has gone on from: its first attempt is the last look, which begins nothing.
 _ONLY_FINISH = f"UPDATE idempotency.records SET spent_at = 1 WHERE {ROW} AND status = 'released'"
 
+# In this order, and before the letter: the end of the saga locks the saga, and then the letters of what it has called.
+_LOCK_CALLED = """
+SELECT FROM idempotency.records r JOIN idempotency.dead_letters d USING (tenant, task, key) WHERE d.id = %(letter)s FOR UPDATE OF r
+"""
 _LOCK_CALLER = """
-SELECT g.id FROM idempotency.saga_steps s JOIN idempotency.sagas g ON g.id = s.saga_id AND g.generation = s.generation
-WHERE (s.tenant, s.call_task, s.call_key) = (%(tenant)s, %(task)s, %(key)s) AND s.kind = 'call' AND s.state = 'failed'
+SELECT g.id FROM idempotency.dead_letters d
+JOIN idempotency.saga_steps s ON (s.tenant, s.call_task, s.call_key) = (d.tenant, d.task, d.key)
+JOIN idempotency.sagas g ON g.id = s.saga_id AND g.generation = s.generation
+WHERE d.id = %(letter)s AND s.kind = 'call' AND s.state = 'failed'
 FOR NO KEY UPDATE OF g
 """
 
@@ -294,9 +300,14 @@ def end_with(connection: Connection, saga: Any, error: str) -> None:
     connection.exec_driver_sql(_END_WITH, {"saga": saga, "error": error})
 
 
-def await_again(connection: Connection, id: OperationId) -> bool:
-    """Let the saga that has called a replayed operation wait for its new end. False: it has gone on from the failure."""
-    saga = connection.exec_driver_sql(_LOCK_CALLER, named(id)).scalar_one_or_none()
+def lock_caller(connection: Connection, letter: int) -> Any:
+    """Lock the operation of a letter, and then the saga that has called it and failed to get its result: its id, if there is one."""
+    connection.exec_driver_sql(_LOCK_CALLED, {"letter": letter})
+    return connection.exec_driver_sql(_LOCK_CALLER, {"letter": letter}).scalar_one_or_none()
+
+
+def await_again(connection: Connection, id: OperationId, saga: Any) -> bool:
+    """Let the saga, which is locked and has called a replayed operation, wait for its new end. False: it has gone on from the failure."""
     # a statement after the lock: what the saga has recorded by then decides
     return saga is not None and bool(connection.exec_driver_sql(_AWAIT_AGAIN, named(id) | {"saga": saga}).rowcount)
 

@@ -46,6 +46,7 @@ class Recorded:
     seconds: float | None = field(default=None, compare=False)
     is_due: bool = False
     begun_at: float | None = None
+    ended_at: float | None = None
     due_in: float | None = None
 
 
@@ -55,7 +56,7 @@ _STEPS = """
 SELECT position, name, kind, state, args, result, error, entry, undo, undo_arguments, undoes, call_task, call_key,
        event_type, match, event_id, due_at <= clock_timestamp() AS is_due,
        extract(epoch FROM due_at - clock_timestamp())::float8 AS due_in,
-       extract(epoch FROM begun_at)::float8 AS begun_at
+       extract(epoch FROM begun_at)::float8 AS begun_at, extract(epoch FROM ended_at)::float8 AS ended_at
 FROM idempotency.saga_steps WHERE saga_id = %(saga)s AND generation = %(generation)s ORDER BY position
 """
 
@@ -67,12 +68,15 @@ saga AS MATERIALIZED (
     SELECT saga.id FROM idempotency.records, saga WHERE {MINE} FOR NO KEY UPDATE OF records
 )"""
 
+# `begun_at` is later than every end that the attempt has read, whatever the clock of another server says: what is recorded
+# after a failure tells that the saga has gone on from it.
 _COLUMNS = """(saga_id, generation, position, tenant, name, kind, state, args, result, entry, undo, undo_arguments, undoes,
-     call_task, call_key, event_type, match, event_id, due_at, ended_at)"""
+     call_task, call_key, event_type, match, event_id, due_at, ended_at, begun_at)"""
 _VALUES = """SELECT held.id, %(generation)s, %(position)s, %(tenant)s, %(name)s, %(kind)s, %(state)s, %(args)s, %(result)s,
        %(entry)s::jsonb, %(undo)s, %(undo_arguments)s, %(undoes)s, %(call_task)s, %(call_key)s, %(event_type)s, %(match)s,
        %(event_id)s, clock_timestamp() + make_interval(secs => %(seconds)s),
-       CASE WHEN %(state)s <> 'begun' THEN clock_timestamp() END
+       CASE WHEN %(state)s <> 'begun' THEN clock_timestamp() END,
+       greatest(clock_timestamp(), to_timestamp(%(seen)s) + interval '1 millisecond')
 FROM held"""
 
 _RECORD = f"WITH {_HELD}\nINSERT INTO idempotency.saga_steps {_COLUMNS}\n{_VALUES}\nRETURNING clock_timestamp()"
@@ -91,7 +95,7 @@ WITH {_HELD}
 INSERT INTO idempotency.saga_steps {_COLUMNS}
 {_VALUES}
 ON CONFLICT (saga_id, generation, position) DO UPDATE
-SET state = 'begun', entry = saga_steps.entry || excluded.entry, begun_at = clock_timestamp(), ended_at = NULL
+SET state = 'begun', entry = saga_steps.entry || excluded.entry, begun_at = excluded.begun_at, ended_at = NULL
 WHERE saga_steps.state = 'not_happened'
 RETURNING extract(epoch FROM begun_at)::float8
 """
@@ -154,19 +158,23 @@ def steps_of(connection: Connection, saga: SagaRow, claim: Claimed) -> list[Reco
     return [Recorded(**row._asdict()) for row in rows]
 
 
-def record(connection: Connection, claim: Claimed, saga: SagaRow, row: Recorded) -> bool:
+def record(connection: Connection, claim: Claimed, saga: SagaRow, row: Recorded, *, seen: float | None) -> bool:
     """Record something, by a statement that commits by itself. False: not the holder, or the saga is undone."""
-    return execute(connection, _RECORD, _fields(claim, saga, row)).fetchone() is not None
+    return execute(connection, _RECORD, _fields(claim, saga, row, seen)).fetchone() is not None
 
 
-def record_with(connection: Connection, claim: Claimed, saga: SagaRow, row: Recorded, *, lease: float) -> None:
+def record_with(
+    connection: Connection, claim: Claimed, saga: SagaRow, row: Recorded, *, seen: float | None, lease: float
+) -> None:
     """Record something in the transaction of what it did. Raises `DivisionByZero` if not the holder, or undone."""
-    execute(connection, _RECORD_WITH, _fields(claim, saga, row) | {"idle_ms": idle_ms(lease)})
+    execute(connection, _RECORD_WITH, _fields(claim, saga, row, seen) | {"idle_ms": idle_ms(lease)})
 
 
-def begin_effect(connection: Connection, claim: Claimed, saga: SagaRow, row: Recorded) -> float | None:
+def begin_effect(
+    connection: Connection, claim: Claimed, saga: SagaRow, row: Recorded, *, seen: float | None
+) -> float | None:
     """Record that an effect is about to be called. Returns the database's time; None: not the holder, or undone."""
-    found = execute(connection, _BEGIN_EFFECT, _fields(claim, saga, row)).fetchone()
+    found = execute(connection, _BEGIN_EFFECT, _fields(claim, saga, row, seen)).fetchone()
     return None if found is None else float(found[0])
 
 
@@ -249,10 +257,10 @@ def _at(claim: Claimed, saga: SagaRow, position: int) -> dict[str, Any]:
     return mine(claim) | at
 
 
-def _fields(claim: Claimed, saga: SagaRow, row: Recorded) -> dict[str, Any]:
+def _fields(claim: Claimed, saga: SagaRow, row: Recorded, seen: float | None) -> dict[str, Any]:
     fields = {name: getattr(row, name) for name in _RECORDED}  # `asdict` would copy every value
     fields["entry"] = None if row.entry is None else json.dumps(row.entry)
-    return mine(claim) | fields | {"saga": saga.id, "status": saga.status, "generation": claim.generation}
+    return mine(claim) | fields | {"saga": saga.id, "status": saga.status, "generation": claim.generation, "seen": seen}
 
 
 _WAS_REPLACED = """

@@ -152,16 +152,17 @@ SELECT 1 / count(*) FROM ended
 """
 
 # The saga has gone on from these failures, so that nobody may replay them. What may have left something outside stays open.
+# A letter that is being replayed is closed, and still says who has used its operation: its next one asks it.
 # By its record: the letter gives another reason if `on_failed` has failed, too. One that is being replayed has not failed any more.
 _STAYS = """EXISTS (SELECT FROM idempotency.records r WHERE (r.tenant, r.task, r.key) = (d.tenant, d.task, d.key)
     AND (r.status <> 'failed' OR r.error_code IN ('effect_unknown', 'unfinished')))"""
 _CLOSE_LETTERS = f"""
 UPDATE idempotency.dead_letters d
-SET status = CASE WHEN {_STAYS} THEN 'open' ELSE 'discarded' END,
-    closed_at = CASE WHEN NOT {_STAYS} THEN clock_timestamp() END,
+SET status = CASE WHEN d.status <> 'open' THEN d.status WHEN {_STAYS} THEN 'open' ELSE 'discarded' END,
+    closed_at = CASE WHEN d.status = 'open' AND NOT {_STAYS} THEN clock_timestamp() ELSE d.closed_at END,
     used_by = g.task || ' ' || g.key
 FROM idempotency.sagas g JOIN idempotency.saga_steps s ON s.saga_id = g.id AND s.generation = g.generation
-WHERE g.id = %(saga)s AND s.kind = 'call' AND s.state = 'failed' AND d.status = 'open'
+WHERE g.id = %(saga)s AND s.kind = 'call' AND s.state = 'failed' AND (d.status = 'open' OR d.used_by IS NULL)
   AND (d.tenant, d.task, d.key) = (s.tenant, s.call_task, s.call_key)
 """
 
