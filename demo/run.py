@@ -152,9 +152,9 @@ def run(intake: Intake, options: Options, console: Console) -> Report:
             "DATABASE_URL": database_url,
             "STRIPE_API_BASE": provider.url,
             "SMTP_URL": mail.url,
-            "CARRIER_URL": carrier.url,
             "IDEMPOTENCY_MESSAGE_SECRETS": secrets.token_hex(32),
             "PROMETHEUS_MULTIPROC_DIR": str(counters),
+            **({"CARRIER_URL": carrier.url} if options.flow == "orders" else {}),
             **(webhooks.environment if webhooks else {}),
         }
         logins = make_logins(servers, urls, environment, console)

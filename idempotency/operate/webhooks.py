@@ -125,6 +125,8 @@ def redeliver(app: Celery, change: Change, id: str) -> int:
     with runtime.engine.begin() as connection:
         row = stored.reopen(connection, service, id)
         if row is None:
+            if _delivery(runtime, id).is_erased:
+                raise ChangeRefused(f"{id}: its body was erased")
             raise ChangeRefused(
                 f"{id}: is still being delivered, and tried again by itself; `webhooks show` has its attempts"
             )

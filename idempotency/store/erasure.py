@@ -48,14 +48,16 @@ WHERE g.id = ({_OF_SAGA}) AND (e.saga_id = g.id OR e.saga_id IS NULL AND EXISTS 
     WHERE s.saga_id = g.id AND s.kind = 'wait' AND (s.event_type, s.match) = (e.event_type, e.match)))
 """
 
-# In the order in which others lock.
+# In the order in which others lock. A webhook that a person redelivers is redelivered before, or refused after.
 _LOCKS = (
+    f"SELECT FROM idempotency.webhook_deliveries WHERE {_DELIVERIES} ORDER BY id FOR UPDATE",
     f"SELECT FROM idempotency.sagas WHERE {ROW} FOR UPDATE",
     f"SELECT FROM idempotency.dead_letters WHERE {_LETTERS} ORDER BY id FOR UPDATE",
     f"SELECT FROM idempotency.records WHERE {ROW} FOR UPDATE",
 )
 
-# What is in the way, the first of these.
+# What is in the way, the first of these. A saga says what it waits for only when it comes to its wait: before that, what its
+# key and its entity are tells whether it may be about the same thing.
 _OBSTACLE = f"""
 SELECT coalesce(
     (SELECT 'is ' || status || '; only what has ended is erased' FROM idempotency.records
@@ -75,6 +77,12 @@ SELECT coalesce(
      FROM idempotency.saga_events e JOIN idempotency.saga_steps s USING (tenant, event_type, match)
      JOIN idempotency.sagas g ON g.id = s.saga_id
      WHERE e.id IN ({_EVENTS}) AND NOT g.observed AND g.status = 'RUNNING' LIMIT 1),
+    (SELECT 'the saga ' || g.task || ' ' || g.key || ', which may come to wait for the same events, has not ended'
+     FROM idempotency.saga_events e
+     JOIN idempotency.sagas g ON (g.tenant, g.service, g.status, g.observed) = (e.tenant, e.service, 'RUNNING', false)
+     CROSS JOIN LATERAL (SELECT regexp_replace(e.match, '^[^=]*=', '') AS value) matched
+     WHERE e.id IN ({_EVENTS}) AND (g.task, g.key) <> (%(task)s, %(key)s) AND g.accepted_at <= e.received_at
+       AND (g.entity_id = matched.value OR matched.value = ANY(regexp_split_to_array(g.key, '[:/|,]'))) LIMIT 1),
     (SELECT 'the webhook ' || id || ' has not been delivered' FROM idempotency.webhook_deliveries
      WHERE {_DELIVERIES} AND status = 'waiting' LIMIT 1)
 )

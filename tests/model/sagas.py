@@ -176,7 +176,9 @@ class Sagas(RuleBasedStateMachine):
         if open_ is None and not holder.is_undoing:
             matches = self._matches(holder)
             step, row = self._row(holder, "effect", "begun", entry={"state": "begun"}, has_undo=undo)
-            assert (saga_steps.begin_effect(self.connection, holder.claim, holder.saga, row, seen=None) is not None) == matches
+            assert (
+                saga_steps.begin_effect(self.connection, holder.claim, holder.saga, row, seen=None) is not None
+            ) == matches
             if matches:
                 self._add(holder, step)
             open_ = step

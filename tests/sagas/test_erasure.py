@@ -104,3 +104,31 @@ def test_what_an_erased_call_has_left_in_its_saga_is_erased_too(stage: Stage) ->
         key = connection.execute(text("SELECT key FROM idempotency.records WHERE task = 'tell'")).scalar_one()
     erase(stage.app, OperationId("default", "tell", key), ANN)
     assert holding(stage.engine, CANARY) == set()
+
+
+def test_an_event_is_kept_for_a_running_saga_that_has_not_come_to_it_yet(stage: Stage) -> None:
+    """Two sagas are about one parcel. The first one has used the event; the second still sleeps before its wait."""
+
+    @saga("first", key="{id}", events={"picked": "{id}"}, app=stage.app)
+    def first(saga: Any, id: str) -> Any:
+        return saga.wait_for("picked", match=id, timeout=timedelta(days=5)) and "picked"
+
+    @saga("second", key="shop:{id}", events={"picked": "{id}"}, app=stage.app)
+    def second(saga: Any, id: str) -> Any:
+        saga.sleep(3600)
+        assert saga.wait_for("picked", match=id, timeout=timedelta(days=5)) is not None
+        saga.step("pay", enter, "paid")
+
+    one, two = stage.enqueue(first, "r1"), stage.enqueue(second, "r1")
+    stage.run()
+    stage.publish("picked", {"id": "r1"})
+    stage.run()
+    assert (one.status(), two.status()) == ("completed", "released")
+    id = OperationId("default", "first", "r1")
+    refused = "first r1: the saga second shop:r1, which may come to wait for the same events, has not ended"
+    with pytest.raises(ChangeRefused, match=refused):
+        erase(stage.app, id, ANN)
+    stage.pass_time(3700)
+    stage.run()
+    assert (two.status(), stage.accounts()) == ("completed", ["paid"])
+    erase(stage.app, id, ANN)

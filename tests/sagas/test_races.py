@@ -12,10 +12,12 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+from sqlalchemy import text
 from sqlalchemy.orm import Session
 
 from idempotency import IdempotentTask, OperationId, PermanentError, publish
 from idempotency.application import runtime_of
+from idempotency.errors import CallFailed
 from idempotency.operate import saga as operate
 from idempotency.operate.replay import replay
 from idempotency.sagas import call, saga
@@ -483,3 +485,40 @@ def wrong_with(arena: Ring, race: Race, played: Played) -> list[str]:
         return found
     end = arena.end(played.key)
     return found + [f"it has ended as {end.what}"] * (end.what not in race.ends) + race.wrong(played, end)
+
+
+@pytest.mark.parametrize("max_attempts", [1, pytest.param(3, marks=pytest.mark.long)])
+def test_a_replay_beside_the_end_of_the_saga_ends_no_attempt(stage: Stage, arena: Ring, max_attempts: int) -> None:
+    """The saga has caught the failure and is about to complete. Both lock the saga before the letter."""
+    things = Things(stage)
+
+    @saga("gathering", key="{id}", app=stage.app, max_attempts=max_attempts)
+    def gathering(saga: Any, id: str) -> Any:
+        try:
+            saga.gather(*(call(things.make, thing=f"{id}:{name}", undo=things.void) for name in "ab"))
+        except CallFailed:
+            return "instead"
+
+    def begin(key: str) -> tuple[Any, Any]:
+        things.refuses.add(f"make:{key}:a")
+        stage.enqueue(gathering, key)
+        for _ in range(3):
+            stage.deliver()
+        letter = open_letter_of(stage, key)
+        return lambda: replay(stage.app, letter, ANN), arena.delivery(gathering, key)
+
+    ends = set()
+    for played in arena.orders(begin):
+        assert "a deadlock" not in played.broken
+        arena.rest(played)
+        end = arena.end(played.key)
+        ends.add((end.status, end.what))
+    assert ends == {("COMPLETED", '"instead"')}
+
+
+def open_letter_of(stage: Stage, key: str) -> int:
+    query = text(
+        "SELECT max(id) FROM idempotency.dead_letters WHERE task = 'make' AND status = 'open' AND strpos(key, :key) > 0"
+    )
+    with stage.engine.connect() as connection:
+        return int(connection.execute(query, {"key": key}).scalar_one())

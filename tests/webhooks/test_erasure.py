@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -12,10 +14,12 @@ from sqlalchemy import Engine
 from idempotency.errors import ChangeRefused
 from idempotency.operate import webhooks as operate
 from idempotency.operate.erase import erase
+from idempotency.store import erasure
 from idempotency.testing import Outbox
 from idempotency.wire.keys import OperationId
 from tests.support.dump import holding
 from tests.support.operators import ANN
+from tests.support.receiver import Receiver
 from tests.webhooks.test_deliveries import step
 
 CANARY = "canary-7f3a"
@@ -48,3 +52,49 @@ def test_the_body_of_a_webhook_is_erased_and_not_delivered_again(
         assert holding(engine, CANARY) == {"records", "outbox"}  # of the operation that the event was given to
     with pytest.raises(ChangeRefused, match="its body was erased"):
         operate.redeliver(shop, ANN, delivery.id)
+
+
+def test_a_webhook_redelivered_as_it_is_erased_is_refused_and_nothing_empty_is_posted(
+    shop: Celery,
+    happen: Callable[..., str],
+    register: Callable[..., Any],
+    outbox: Outbox,
+    receiver: Receiver,
+    rows: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The erasure has found nothing in its way; a person redelivers before it has emptied the body."""
+    register("acme", "order.*")
+    event = happen("order.paid", name="x")
+    outbox.run()
+    (delivery,) = rows("deliveries")
+    real, refused = erasure.obstacle, Future[Exception | None]()
+    redelivering = threading.Thread(
+        target=lambda: refused.set_result(error_of(lambda: operate.redeliver(shop, ANN, delivery.id)))
+    )
+
+    def then_redelivered(connection: Any, id: OperationId) -> Any:
+        found = real(connection, id)
+        if redelivering.ident is None:
+            redelivering.start()
+            redelivering.join(1)
+            assert redelivering.is_alive(), "it waits for the erasure"
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(erasure, "obstacle", then_redelivered)
+        erase(shop, OperationId("acme", "webhooks.fan_out", event), ANN)
+    redelivering.join(30)
+    assert str(refused.result(0)) == f"{delivery.id}: its body was erased"
+    posted = len(receiver.requests)
+    outbox.run()
+    (delivery,) = rows("deliveries")
+    assert (delivery.status, delivery.redelivery, len(receiver.requests)) == ("delivered", 0, posted)
+
+
+def error_of(act: Callable[[], object]) -> Exception | None:
+    try:
+        act()
+    except Exception as error:
+        return error
+    return None

@@ -1,0 +1,136 @@
+"""Dead letters of calls that a saga has used: they say so for as long as they are open, whatever is purged before."""
+
+from __future__ import annotations
+
+import contextlib
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from sqlalchemy import text
+
+from idempotency import Happened, IdempotentTask
+from idempotency.errors import CallFailed, ReplayRefused
+from idempotency.operate.replay import replay
+from idempotency.sagas import saga
+from idempotency.upkeep import maintenance
+from tests.sagas.application import enter, entering
+from tests.sagas.conftest import Stage
+from tests.sagas.test_calls_in_doubt import unknown
+from tests.sagas.test_people import letter_of
+from tests.sagas.test_replayed_calls import found, open_letters
+from tests.support.operators import ANN
+
+
+def purged(stage: Stage, task: str) -> None:
+    """As the purge does: the record with its rows; the saga goes with it."""
+    with stage.engine.connect() as connection:
+        for table in ("outbox", "records"):
+            connection.execute(text(f"DELETE FROM idempotency.{table} WHERE task = :task"), {"task": task})
+
+
+def aged(stage: Stage) -> None:
+    """Everything that has ended did so long ago."""
+    with stage.engine.connect() as connection:
+        for statement in (
+            "UPDATE idempotency.dead_letters SET closed_at = 'epoch' WHERE status <> 'open'",
+            "UPDATE idempotency.records SET expires_at = 'epoch', kept_until = NULL WHERE status IN ('completed', 'failed')",
+            "UPDATE idempotency.outbox SET published_at = 'epoch' WHERE status = 'published'",
+        ):
+            connection.execute(text(statement))
+
+
+def shipping(stage: Stage) -> tuple[Any, list[str]]:
+    """A call whose charge is in doubt, and which ships after it."""
+    shipped: list[str] = []
+
+    @stage.app.task(
+        base=IdempotentTask, bind=True, name="charging", key=None, shared=False, effect_types={"charge": str}
+    )
+    def charging(self: IdempotentTask) -> None:
+        self.effect("charge", unknown)
+        self.effect("ship", lambda *, idempotency_key: shipped.append(idempotency_key))
+
+    return charging, shipped
+
+
+def test_a_call_replayed_as_its_saga_ends_is_not_replayed_whole_after_the_purge(stage: Stage) -> None:
+    """The saga ends while the replay that may only finish is under way, so no letter names the saga."""
+    charging, shipped = shipping(stage)
+
+    @saga("parent", key="{id}", events={"picked": "{id}"}, app=stage.app)
+    def parent(saga: Any, id: str) -> Any:
+        with contextlib.suppress(CallFailed):
+            saga.call(charging)
+        saga.wait_for("picked", match=id, timeout=timedelta(days=5))
+
+    handle = stage.enqueue(parent, "r1")
+    stage.run()
+    found(stage, charging, Happened("ch_1"))
+    replay(stage.app, letter_of(stage, charging), ANN)
+    stage.hold("charging")
+    stage.publish("picked", {"id": "r1"})
+    stage.run()
+    assert handle.status() == "completed"
+    stage.pass_time(3600)
+    stage.run()
+    assert (open_letters(stage, "charging"), shipped) == (["unfinished"], [])
+    purged(stage, "parent")
+    replay(stage.app, letter_of(stage, charging), ANN)  # which may only finish
+    stage.run()
+    assert (open_letters(stage, "charging"), shipped) == (["unfinished"], [])
+
+
+def test_a_letter_of_a_call_knows_its_saga_once_an_earlier_letter_is_purged(stage: Stage) -> None:
+    """Only the closed letter of before names the saga that has gone on."""
+    charging, shipped = shipping(stage)
+
+    @saga("parent", key="{id}", app=stage.app)
+    def parent(saga: Any, id: str) -> Any:
+        with contextlib.suppress(CallFailed):
+            saga.call(charging)
+
+    handle = stage.enqueue(parent, "r1")
+    stage.run()
+    assert handle.status() == "completed"
+    found(stage, charging, Happened("ch_1"))
+    replay(stage.app, letter_of(stage, charging), ANN)
+    stage.run()
+    assert (open_letters(stage, "charging"), shipped) == (["unfinished"], [])
+    aged(stage)
+    maintenance.purge(stage.app)
+    left = [letter for letter in stage.letters() if letter[0] == "charging"]
+    assert left == [("charging", "unfinished", "open")]
+    replay(stage.app, letter_of(stage, charging), ANN)  # which may only finish
+    stage.run()
+    assert (open_letters(stage, "charging"), shipped) == (["unfinished"], [])
+
+
+def test_a_clock_that_goes_back_makes_no_failure_unseen(stage: Stage) -> None:
+    """Postgres fails over to a server whose clock is an hour behind, before the saga goes on from the failure."""
+    make = entering(stage, "make")
+    make.refuses.add("x")
+
+    @saga("parent", key="{id}", events={"picked": "{id}"}, app=stage.app)
+    def parent(saga: Any, id: str) -> Any:
+        try:
+            saga.call(make, thing="x")
+        except CallFailed:
+            saga.step("instead", enter, "instead")
+        saga.wait_for("picked", match=id, timeout=timedelta(days=5))
+
+    handle = stage.enqueue(parent, "r1")
+    stage.deliver()
+    stage.deliver()
+    with stage.engine.connect() as connection:  # what the former server has noted
+        connection.execute(
+            text("UPDATE idempotency.saga_steps SET ended_at = ended_at + interval '1 hour' WHERE state = 'failed'")
+        )
+    stage.run()
+    assert stage.accounts() == ["instead"]
+    make.refuses.clear()
+    with pytest.raises(ReplayRefused, match="has called this and gone on from its failure"):
+        replay(stage.app, letter_of(stage, make), ANN)
+    stage.publish("picked", {"id": "r1"})
+    stage.run()
+    assert (handle.status(), stage.accounts()) == ("completed", ["instead"])
