@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from email.message import Message
 from typing import Any
@@ -227,6 +229,33 @@ def test_a_lock_that_is_held_uses_no_attempt(
                 assert deliveries.deliver(task, key="k", origin="recover").state == "RETRY"
                 assert record("k").attempts == 0
                 make_due(engine, "k")
+    assert deliveries.deliver(task, key="k", origin="recover").value == "paid"
+
+
+def test_a_deadlock_uses_no_attempt(bank: Celery, deliveries: Deliveries, engine: Engine, record: Record) -> None:
+    """A real one: the body holds one row and waits for the other, whose holder waits for the first."""
+    with engine.connect() as connection:
+        connection.execute(text("INSERT INTO entries (account, amount) VALUES ('a', 1), ('b', 1)"))
+    lock = text("SELECT * FROM entries WHERE account = :account FOR UPDATE")
+    other = create_engine(engine.url).connect()
+
+    def body(self: Any) -> str:
+        self.session.execute(lock, {"account": "a"})
+        if not waiting:
+            other.execute(lock, {"account": "b"})
+            waiting.append(executor.submit(other.execute, lock, {"account": "a"}))
+            time.sleep(1.3)  # Postgres ends the one that waits last: each looks once, after a second
+            self.session.execute(lock, {"account": "b"})
+        return "paid"
+
+    waiting: list[Future[Any]] = []
+    task = make_task(bank, body, max_attempts=1)
+    with ThreadPoolExecutor(1) as executor:
+        assert deliveries.deliver(task, key="k").state == "RETRY"
+        waiting[0].result(30)
+        other.close()
+    assert record("k").attempts == 0
+    make_due(engine, "k")
     assert deliveries.deliver(task, key="k", origin="recover").value == "paid"
 
 
