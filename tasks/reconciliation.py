@@ -17,6 +17,7 @@ from itertools import count
 from typing import Any, Literal, get_args
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import track
 from rich.table import Table
 from sqlalchemy import TextClause, text
@@ -205,7 +206,8 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     table = Table("what", "tenant", "at the provider", "ours", "provider has", "ledger has")
     for each in found:
-        table.add_row(each.kind, each.tenant, each.id, each.name or "–", each.provider or "–", each.ledger or "–")
+        cells = (each.kind, each.tenant, each.id, each.name or "–", each.provider or "–", each.ledger or "–")
+        table.add_row(*map(escape, cells))  # names are the provider's
     Console().print(table)
     return 1
 
