@@ -15,7 +15,7 @@ import pytest
 from pydantic import SecretStr
 from sqlalchemy.exc import OperationalError
 
-from idempotency import DidNotHappen, OperationId, StillUnknown, StoredFailure, StoredRefusal
+from idempotency import DidNotHappen, Happened, OperationId, StillUnknown, StoredFailure, StoredRefusal
 from idempotency.application import runtime_of, settings_of
 from tasks.gateway import GatewayError
 from tests.orders.shop import Shop
@@ -141,6 +141,29 @@ def test_a_failure_of_another_call_says_nothing_of_the_one_in_doubt(shop: Shop) 
     shop.run()
     assert operation(shop, order).status == "completed"
     assert (shop.status(order)[:2], posted(shop, order)) == (("CANCELLED", "captured"), 0)
+
+
+def test_a_charge_under_a_later_key_that_was_forgotten_is_not_taken_for_refused(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a restore, the key in doubt is one whose failure was reported, and the next key, which is forgotten, has charged."""
+    order = shop.order()
+    keys: list[str] = []
+
+    def lost(*, idempotency_key: str, **_: Any) -> Any:
+        keys.append(idempotency_key)
+        raise GatewayError("no answer")
+
+    monkeypatch.setattr(shop.provider, "capture", lost)
+    while not keys:
+        shop.deliver(shop.waiting()[0])
+    settle(shop, report("pi_next" + order, "succeeded", order, effect_key="idem-next"))
+    settle(shop, report("pi_" + order, "failed", order, code="card_declined", effect_key=keys[0]))
+    found = {"id": "pi_next" + order, "amount": 1000, "currency": "EUR", "status": "succeeded"}
+    monkeypatch.setattr(shop.provider, "find_capture", lambda **_: Happened(found))
+    shop.run()
+    assert operation(shop, order).status == "completed"
+    assert (shop.status(order)[:2], posted(shop, order)) == (("PROCESSING", "captured"), 1000)
 
 
 def test_what_waits_for_a_charge_is_applied_when_its_task_captures_it(shop: Shop) -> None:
