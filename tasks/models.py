@@ -54,7 +54,7 @@ class Payment(Base):
     currency: Mapped[str]
     status: Mapped[str] = mapped_column(default="pending")
     charge_id: Mapped[str | None]
-    # refunded, or reserved for a refund in progress
+    # the sum of its refunds that were made, are in progress or in doubt
     refunded: Mapped[int] = mapped_column(default=0)
     failure: Mapped[str | None]
     # of a payment without an order: its own id, which a trigger sets

@@ -13,6 +13,7 @@ from sqlalchemy import update
 from sqlalchemy.orm import Session
 
 from idempotency import (
+    DidNotHappen,
     EffectInDoubt,
     EffectUnknown,
     Handle,
@@ -21,6 +22,7 @@ from idempotency import (
     Operation,
     OperationId,
     PermanentError,
+    StoredRefusal,
     Unfinished,
     publish,
     subscribe,
@@ -33,7 +35,7 @@ from .models import Payment
 from .once import check_not_carried_out, insert_once, insert_unless_there
 from .outside import gateway
 from .refunds import refund_payment, request_rest
-from .reported import reported_charge, settle_later
+from .reported import reported_charge, reported_refusal, settle_later
 from .reports import SUCCEEDED
 from .tenants import DEFAULT, named, owned
 from .validation import check_purchase, check_purchase_id
@@ -159,6 +161,9 @@ def find_capture(
     charge_id = reported_charge(payment_id, doubt.idempotency_key, tenant=tenant)
     if charge_id is not None:
         return Happened({"id": charge_id, "amount": amount, "currency": currency, "status": SUCCEEDED})
+    code = reported_refusal(payment_id, doubt.idempotency_key, tenant=tenant)
+    if code is not None:  # the customer was told so
+        return DidNotHappen(StoredRefusal(f"the charge was refused: {code}", code))
     return gateway.find_capture(
         payment_id=payment_id,
         customer_id=customer_id,

@@ -34,6 +34,8 @@ from .validation import check_amount, check_id, check_minor_unit, check_text
 REFUSED_AFTERWARDS = "refused_afterwards"
 # Of a refund that was made, whether or not its money has come back.
 MADE = ("refunded", "reversed")
+# Of a refund whose money has moved, will move or may have moved: `payments.refunded` is the sum of their amounts.
+COUNTED = ("reserved", "unknown", "refunded")
 # Seconds. A pending payment usually ends within seconds; asking more often would only load the queues.
 PENDING_PAUSE = 2.0
 
@@ -69,8 +71,9 @@ def request_rest(session: Session, payment: Payment, *, refund_id: str, reason: 
     left = payment.amount - payment.refunded if payment.status == "captured" else 0
     if left > 0:
         about = {"tenant": payment.tenant, "id": refund_id, "payment_id": payment.id}
-        session.add(Refund(**about, amount=left, reason=reason, status="reserved"))
-        payment.refunded += left
+        refund = Refund(**about, amount=left, reason=reason, status="pending")
+        session.add(refund)
+        move(refund, payment, "reserved")
     return left
 
 
@@ -93,8 +96,22 @@ def locked(session: Session, refund_id: str, *, tenant: str) -> tuple[Refund | N
     return session.get(Refund, (tenant, refund_id), with_for_update=True), payment
 
 
+def fits(refund: Refund, payment: Payment) -> bool:
+    """Whether enough is left of a locked payment for a refund to be counted, if it is not counted already."""
+    return refund.status in COUNTED or refund.amount <= payment.amount - payment.refunded
+
+
+def move(refund: Refund, payment: Payment, status: str) -> None:
+    """Give a locked refund another status, and the locked payment what that changes of its `refunded`."""
+    payment.refunded += refund.amount * ((status in COUNTED) - (refund.status in COUNTED))
+    refund.status = status
+
+
 def refund_failed(session: Session, operation: Operation, error: PermanentError) -> None:
-    """Record the failure. If refused, nothing is reserved; if unknown, it stays reserved, since it may have been paid out.
+    """Record the failure. If refused, nothing is reserved; if unknown, it is reserved, since it may have been paid out.
+
+    What was refused, and has happened after all, stays refused if its amount is refunded otherwise by now: its dead letter
+    says `unfinished`.
 
     If the order is cancelled, and money is left that no refund will return, support is told.
     """
@@ -102,7 +119,9 @@ def refund_failed(session: Session, operation: Operation, error: PermanentError)
     if refund is None or refund.status in MADE:
         return
     if isinstance(error, EffectUnknown | Unfinished):
-        refund.status, refund.failure = "unknown", error.code
+        if payment is not None and fits(refund, payment):
+            move(refund, payment, "unknown")
+        refund.failure = error.code
     else:
         _refuse(session, refund, payment, error.code)
     if payment is not None and payment.order_status == "cancelled" and is_owed(session, payment):
@@ -124,11 +143,11 @@ def has_refund(session: Session, payment: Payment, status: str) -> bool:
 
 
 def _refuse(session: Session, refund: Refund, payment: Payment | None, code: str) -> None:
-    if refund.status == "reserved":  # by `request_rest`, and its task has not come to it
-        assert payment is not None
-        payment.refunded -= refund.amount
-    refund.status, refund.failure = "refused", code
-    if payment is not None:
+    refund.failure = code
+    if payment is None:
+        refund.status = "refused"
+    else:
+        move(refund, payment, "refused")
         settle_later(session, payment)
 
 
@@ -150,12 +169,10 @@ def reserve(session: Session, refund_id: str, *, tenant: str = DEFAULT) -> dict[
         check_minor_unit("amount", refund.amount, payment.currency)  # the request does not name it
     except ValueError as error:
         raise PermanentError(str(error), "minor_unit") from None
-    if refund.status != "reserved":  # by `request_rest`
+    if not fits(refund, payment):
         left = payment.amount - payment.refunded
-        if refund.amount > left:
-            raise PermanentError(f"amount: at most {left} left to refund, got {refund.amount}", "exceeds_captured")
-        payment.refunded += refund.amount
-        refund.status = "reserved"
+        raise PermanentError(f"amount: at most {left} left to refund, got {refund.amount}", "exceeds_captured")
+    move(refund, payment, "reserved")
     return {
         "refund_id": refund.id,
         "payment_id": payment.id,
@@ -175,9 +192,8 @@ def free(session: Session, reserved: dict[str, Any]) -> None:
     assert payment is not None
     if refund.status == "refunded":
         reverse(session, refund, REFUSED_AFTERWARDS)
-    elif refund.status == "reserved":
-        payment.refunded -= refund.amount
-        refund.status = "pending"
+    elif refund.status in COUNTED:
+        move(refund, payment, "pending")
 
 
 @app.task(
@@ -219,7 +235,8 @@ def mark_refunded(session: Session, refund: Refund, provider_refund_id: str) -> 
     if refund.status in MADE:
         return
     payment = session.get_one(Payment, (refund.tenant, refund.payment_id))
-    refund.status, refund.provider_refund_id, refund.failure = "refunded", provider_refund_id, None
+    refund.provider_refund_id, refund.failure = provider_refund_id, None
+    move(refund, payment, "refunded")
     ledger.post(session, "refund", refund.id, payment.id, refund.amount, payment.currency, tenant=refund.tenant)
     publish(session, "payment.refunded", _told(refund, payment), tenant=refund.tenant, app=app)
     failures = select(PaymentEvent).filter_by(tenant=refund.tenant, object="refund", object_id=provider_refund_id)
@@ -231,8 +248,8 @@ def mark_refunded(session: Session, refund: Refund, provider_refund_id: str) -> 
 def reverse(session: Session, refund: Refund, code: str) -> None:
     """Note that the money of a locked refund, which was made, has come back: it is owed again, and support is told."""
     payment = session.get_one(Payment, (refund.tenant, refund.payment_id), with_for_update=True)
-    payment.refunded -= refund.amount
-    refund.status, refund.failure = "reversed", code
+    refund.failure = code
+    move(refund, payment, "reversed")
     ledger.post(session, "reversal", refund.id, payment.id, refund.amount, payment.currency, tenant=refund.tenant)
     told = {"refund_id": refund.id, "payment_id": payment.id, "code": code, **payment.of_order}
     publish(session, "payment.refund_failed", told, tenant=refund.tenant, app=app)

@@ -11,7 +11,7 @@ from idempotency.application import runtime_of
 
 from . import app
 from .models import Payment, PaymentEvent
-from .reports import GATEWAYS, SUCCEEDED
+from .reports import FAILED, GATEWAYS, SUCCEEDED
 
 # In `settlement`, which imports what calls this.
 SETTLE_WAITING = "payments.settle_waiting"
@@ -42,6 +42,28 @@ def reported_charge(payment_id: str, effect_key: str, *, tenant: str) -> str | N
         PaymentEvent.is_applied,
         # a provider that is not told the key does not say which call it was
         func.coalesce(PaymentEvent.effect_key, effect_key) == effect_key,
+    )
+    with runtime_of(app).transaction(tenant) as connection:
+        return connection.scalars(reported.limit(1)).first()
+
+
+def reported_refusal(payment_id: str, effect_key: str, *, tenant: str) -> str | None:
+    """Why the charge of a call under this key has failed, as a provider has reported and we have noted for this payment.
+
+    Only of a report that names the key: otherwise another call may have failed, and this one charged.
+    """
+    reported = select(func.coalesce(PaymentEvent.code, FAILED)).join(
+        Payment, (Payment.tenant == PaymentEvent.tenant) & (Payment.id == PaymentEvent.payment_id)
+    )
+    reported = reported.where(
+        Payment.tenant == tenant,
+        Payment.id == payment_id,
+        Payment.status.not_in(("captured", "free")),  # by a call under another key
+        PaymentEvent.gateway.in_(GATEWAYS),
+        PaymentEvent.object == "charge",
+        PaymentEvent.state == FAILED,
+        PaymentEvent.is_applied,
+        PaymentEvent.effect_key == effect_key,
     )
     with runtime_of(app).transaction(tenant) as connection:
         return connection.scalars(reported.limit(1)).first()

@@ -29,7 +29,7 @@ from . import app, orders
 from .models import Dispute, Order, Payment, PaymentEvent, Refund
 from .once import insert_unless_there
 from .payments import CAPTURE, capture_payment, mark_captured, mark_failed
-from .refunds import mark_refunded, refund_payment, reverse
+from .refunds import MADE, fits, mark_refunded, refund_payment, reverse
 from .reported import SETTLE_WAITING
 from .reports import DISPUTE_ENDED, FAILED, REFUND_FAILED, SUCCEEDED, Report
 
@@ -142,12 +142,8 @@ def _refund(session: Session, payment: Payment, report: Report) -> bool:
         if refund.status == "refunded":
             reverse(session, refund, report.code or report.state)
     elif report.state == SUCCEEDED:
-        if payment.status != "captured":
+        if payment.status != "captured" or not (refund.status in MADE or fits(refund, payment)):
             return False
-        if refund.status in ("pending", "refused"):  # nothing is reserved for it
-            if payment.refunded + refund.amount > payment.amount:
-                return False
-            payment.refunded += refund.amount
         mark_refunded(session, refund, report.object_id)
     _wake(session, refund_payment.name, payment.tenant, refund.id)
     return True

@@ -15,8 +15,9 @@ import pytest
 from pydantic import SecretStr
 from sqlalchemy.exc import OperationalError
 
-from idempotency import DidNotHappen, OperationId, StoredRefusal
+from idempotency import DidNotHappen, Happened, OperationId, StillUnknown, StoredFailure, StoredRefusal
 from idempotency.application import runtime_of, settings_of
+from tasks.gateway import GatewayError
 from tests.orders.shop import Shop
 from tests.orders.test_reports import NOON, captured, operation, posted, refund, report, settle, slow_order
 from tests.orders.test_webhooks import NEW, event, post, signed
@@ -95,6 +96,74 @@ def test_the_late_failure_of_an_earlier_charge_does_not_fail_the_next_one(shop: 
     settle(shop, report(shop.provider.decide(order), "succeeded", order))
     shop.run()
     assert shop.status(order)[:2] == ("PROCESSING", "captured")
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+def test_a_charge_that_is_reported_as_failed_is_not_made_under_the_next_key(
+    shop: Shop, is_known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The provider keeps a 500 for its key, and its search finds nothing yet: not finding it means to charge again.
+
+    `is_known`: whether the report comes when the 500 is known already, and the attempt waits for the search.
+    """
+    order = shop.order()
+    keys: list[str] = []
+
+    def lost(*, idempotency_key: str, **_: Any) -> Any:
+        keys.append(idempotency_key)
+        if len(keys) == 1:
+            raise GatewayError("no answer")
+        raise StoredFailure("the payment provider replays a stored 500 for this key")
+
+    monkeypatch.setattr(shop.provider, "capture", lost)
+    monkeypatch.setattr(shop.provider, "find_capture", lambda **_: StillUnknown(1.0))
+    while len(keys) <= is_known:
+        shop.deliver(shop.waiting()[0])
+    failed = report("pi_" + order, "failed", order, code="card_declined", effect_key=keys[0])
+    assert settle(shop, failed) == ["applied"]
+    assert shop.status(order)[:2] == ("CANCELLED", "failed")
+    monkeypatch.setattr(shop.provider, "find_capture", lambda **_: DidNotHappen())
+    calls = len(keys)
+    shop.run()
+    assert tuple(operation(shop, order))[:2] == ("failed", "card_declined")
+    assert (len(keys), shop.status(order)[:2]) == (calls, ("CANCELLED", "failed"))
+    assert len(shop.events("payment.failed", order)) == 1
+    assert posted(shop, order) == 0
+
+
+def test_a_failure_of_another_call_says_nothing_of_the_one_in_doubt(shop: Shop) -> None:
+    """It names no key; the charge in doubt is asked about, found, and given back with its cancelled order."""
+    order = shop.order()
+    shop.provider.silent.add(order)
+    while not shop.provider.count(shop.provider.charges, order):
+        shop.deliver(shop.waiting()[0])
+    assert settle(shop, report("pi_other" + order, "failed", order, code="card_declined")) == ["applied"]
+    shop.run()
+    assert operation(shop, order).status == "completed"
+    assert (shop.status(order)[:2], posted(shop, order)) == (("CANCELLED", "captured"), 0)
+
+
+def test_a_charge_under_a_later_key_that_was_forgotten_is_not_taken_for_refused(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a restore, the key in doubt is one whose failure was reported, and the next key, which is forgotten, has charged."""
+    order = shop.order()
+    keys: list[str] = []
+
+    def lost(*, idempotency_key: str, **_: Any) -> Any:
+        keys.append(idempotency_key)
+        raise GatewayError("no answer")
+
+    monkeypatch.setattr(shop.provider, "capture", lost)
+    while not keys:
+        shop.deliver(shop.waiting()[0])
+    settle(shop, report("pi_next" + order, "succeeded", order, effect_key="idem-next"))
+    settle(shop, report("pi_" + order, "failed", order, code="card_declined", effect_key=keys[0]))
+    found = {"id": "pi_next" + order, "amount": 1000, "currency": "EUR", "status": "succeeded"}
+    monkeypatch.setattr(shop.provider, "find_capture", lambda **_: Happened(found))
+    shop.run()
+    assert operation(shop, order).status == "completed"
+    assert (shop.status(order)[:2], posted(shop, order)) == (("PROCESSING", "captured"), 1000)
 
 
 def test_what_waits_for_a_charge_is_applied_when_its_task_captures_it(shop: Shop) -> None:
