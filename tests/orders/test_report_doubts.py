@@ -131,6 +131,27 @@ def test_a_charge_that_is_reported_as_failed_is_not_made_under_the_next_key(
     assert posted(shop, order) == 0
 
 
+def test_a_charge_that_was_reported_as_failed_stays_failed_when_its_task_hears_no_more(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No answer of the provider comes, and its search does not know: the report decides, and it will not come twice."""
+    order = shop.order()
+    keys: list[str] = []
+
+    def lost(*, idempotency_key: str, **_: Any) -> Any:
+        keys.append(idempotency_key)
+        raise GatewayError("no answer")
+
+    monkeypatch.setattr(shop.provider, "capture", lost)
+    monkeypatch.setattr(shop.provider, "find_capture", lambda **_: StillUnknown())
+    while not keys:
+        shop.deliver(shop.waiting()[0])
+    assert settle(shop, report("pi_" + order, "failed", order, code="card_declined", effect_key=keys[0])) == ["applied"]
+    shop.run()
+    assert tuple(operation(shop, order))[:2] == ("failed", "card_declined")
+    assert (shop.status(order)[:2], len(shop.events("payment.failed", order))) == (("CANCELLED", "failed"), 1)
+
+
 def test_a_failure_of_another_call_says_nothing_of_the_one_in_doubt(shop: Shop) -> None:
     """It names no key; the charge in doubt is asked about, found, and given back with its cancelled order."""
     order = shop.order()
