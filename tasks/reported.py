@@ -52,7 +52,8 @@ def reported_refusal(payment_id: str, effect_key: str, *, tenant: str) -> str | 
 
     Only of a report that names the key: otherwise another call may have failed, and this one charged.
     """
-    reported = select(func.coalesce(PaymentEvent.code, FAILED)).join(
+    code = func.coalesce(func.nullif(PaymentEvent.code, ""), FAILED)
+    reported = select(code).join(
         Payment, (Payment.tenant == PaymentEvent.tenant) & (Payment.id == PaymentEvent.payment_id)
     )
     reported = reported.where(
