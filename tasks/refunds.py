@@ -158,8 +158,10 @@ def reserve(session: Session, refund_id: str, *, tenant: str = DEFAULT) -> dict[
         raise PermanentError(f"refund {refund_id}: unknown", "refund_unknown")
     if payment is None:
         raise PermanentError("the payment does not exist", "payment_unknown")
-    if refund.status in MADE:
-        raise Defer(0.0, f"refund {refund_id}: reported as made at this moment")
+    if (
+        refund.status in MADE
+    ):  # the provider has told it at this moment, or a person has found it: there is nothing to reserve
+        return _request(refund, payment, tenant)
     if payment.status in ("pending", "unknown"):
         # the payment may still turn out to be captured
         raise Defer(PENDING_PAUSE, f"payment {payment.id}: still {payment.status}")
@@ -173,6 +175,10 @@ def reserve(session: Session, refund_id: str, *, tenant: str = DEFAULT) -> dict[
         left = payment.amount - payment.refunded
         raise PermanentError(f"amount: at most {left} left to refund, got {refund.amount}", "exceeds_captured")
     move(refund, payment, "reserved")
+    return _request(refund, payment, tenant)
+
+
+def _request(refund: Refund, payment: Payment, tenant: str) -> dict[str, Any]:
     return {
         "refund_id": refund.id,
         "payment_id": payment.id,
@@ -213,11 +219,11 @@ def refund_payment(
 
     `is_reserved`: by `request_rest`. Code to which that is unknown would refuse it, and leaves the message to this one.
     """
-    noted = self.session.get(Refund, (self.tenant, refund_id))
-    if noted is not None and noted.status in MADE and not self.may_have_happened("refund"):  # the provider has told it
-        return {"status": noted.status, "refund": noted.provider_refund_id}
-    self.session.rollback()  # no open transaction during a step or a call
+    if (made := _reported_as_made(self, refund_id)) is not None:
+        return made
     request = self.step("reserve", reserve, refund_id, undo=free, **named(self.tenant))
+    if (made := _reported_as_made(self, refund_id)) is not None:
+        return made
 
     refunded = self.effect("refund", gateway.refund, reconcile=gateway.find_refund, **request)
 
@@ -225,6 +231,15 @@ def refund_payment(
     assert refund is not None
     mark_refunded(self.session, refund, refunded["id"])
     return {"status": refund.status, "refund": refunded["id"]}
+
+
+def _reported_as_made(task: IdempotentTask, refund_id: str) -> dict[str, Any] | None:
+    """The result of a refund that the provider has told us of, unless our own call may have made it."""
+    noted = task.session.get(Refund, (task.tenant, refund_id), populate_existing=True)
+    if noted is not None and noted.status in MADE and not task.may_have_happened("refund"):
+        return {"status": noted.status, "refund": noted.provider_refund_id}
+    task.session.rollback()  # no open transaction during a step or a call
+    return None
 
 
 def mark_refunded(session: Session, refund: Refund, provider_refund_id: str) -> None:

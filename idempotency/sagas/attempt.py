@@ -253,7 +253,7 @@ class SagaAttempt(Attempt):
 
     def new_row(self, kind: str, name: str, state: str, args: str | None, undo: Undo | None = None) -> Recorded:
         """The next thing to record."""
-        row = Recorded(self.next_position(), name, kind, state, args)
+        row = Recorded(self.next_position(), name, kind, state, args, seen=self.journal.seen)
         self.journal.last = row.position
         if undo is not None:
             row.undo, row.undo_arguments = undo
@@ -261,12 +261,10 @@ class SagaAttempt(Attempt):
 
     def record_with(self, row: Recorded) -> None:
         """Record something in the session's transaction."""
-        self.writes.in_session(
-            lambda c: saga_steps.record_with(c, self.claim, self.saga, row, seen=self.journal.seen, lease=self.lease)
-        )
+        self.writes.in_session(lambda c: saga_steps.record_with(c, self.claim, self.saga, row, lease=self.lease))
 
     def _record(self, row: Recorded) -> None:
-        self.writes.alone(lambda c: saga_steps.record(c, self.claim, self.saga, row, seen=self.journal.seen))
+        self.writes.alone(lambda c: saga_steps.record(c, self.claim, self.saga, row))
         self.journal.add(row)
 
     @property
@@ -281,9 +279,7 @@ class SagaAttempt(Attempt):
         row = self.new_row("effect", name, "begun", entry["args"], self._undo_of[name])
         row.position = entry["position"] = position or row.position
         row.entry = entry
-        begun_at: float = self.writes.alone(
-            lambda c: saga_steps.begin_effect(c, self.claim, self.saga, row, seen=self.journal.seen)
-        )
+        begun_at: float = self.writes.alone(lambda c: saga_steps.begin_effect(c, self.claim, self.saga, row))
         self._positions[name] = row.position
         if position is None:
             self.journal.add(row)

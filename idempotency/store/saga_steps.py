@@ -44,6 +44,8 @@ class Recorded:
     event_id: int | None = None
     # seconds from when it is recorded, for the database to add to its own clock
     seconds: float | None = field(default=None, compare=False)
+    # when the last thing ended that its attempt has read
+    seen: float | None = field(default=None, compare=False)
     is_due: bool = False
     begun_at: float | None = None
     ended_at: float | None = None
@@ -76,7 +78,7 @@ _VALUES = """SELECT held.id, %(generation)s, %(position)s, %(tenant)s, %(name)s,
        %(entry)s::jsonb, %(undo)s, %(undo_arguments)s, %(undoes)s, %(call_task)s, %(call_key)s, %(event_type)s, %(match)s,
        %(event_id)s, clock_timestamp() + make_interval(secs => %(seconds)s),
        CASE WHEN %(state)s <> 'begun' THEN clock_timestamp() END,
-       greatest(clock_timestamp(), to_timestamp(%(seen)s) + interval '1 millisecond')
+       greatest(clock_timestamp(), to_timestamp(%(seen)s::float8) + interval '1 millisecond')
 FROM held"""
 
 _RECORD = f"WITH {_HELD}\nINSERT INTO idempotency.saga_steps {_COLUMNS}\n{_VALUES}\nRETURNING clock_timestamp()"
@@ -158,23 +160,19 @@ def steps_of(connection: Connection, saga: SagaRow, claim: Claimed) -> list[Reco
     return [Recorded(**row._asdict()) for row in rows]
 
 
-def record(connection: Connection, claim: Claimed, saga: SagaRow, row: Recorded, *, seen: float | None) -> bool:
+def record(connection: Connection, claim: Claimed, saga: SagaRow, row: Recorded) -> bool:
     """Record something, by a statement that commits by itself. False: not the holder, or the saga is undone."""
-    return execute(connection, _RECORD, _fields(claim, saga, row, seen)).fetchone() is not None
+    return execute(connection, _RECORD, _fields(claim, saga, row)).fetchone() is not None
 
 
-def record_with(
-    connection: Connection, claim: Claimed, saga: SagaRow, row: Recorded, *, seen: float | None, lease: float
-) -> None:
+def record_with(connection: Connection, claim: Claimed, saga: SagaRow, row: Recorded, *, lease: float) -> None:
     """Record something in the transaction of what it did. Raises `DivisionByZero` if not the holder, or undone."""
-    execute(connection, _RECORD_WITH, _fields(claim, saga, row, seen) | {"idle_ms": idle_ms(lease)})
+    execute(connection, _RECORD_WITH, _fields(claim, saga, row) | {"idle_ms": idle_ms(lease)})
 
 
-def begin_effect(
-    connection: Connection, claim: Claimed, saga: SagaRow, row: Recorded, *, seen: float | None
-) -> float | None:
+def begin_effect(connection: Connection, claim: Claimed, saga: SagaRow, row: Recorded) -> float | None:
     """Record that an effect is about to be called. Returns the database's time; None: not the holder, or undone."""
-    found = execute(connection, _BEGIN_EFFECT, _fields(claim, saga, row, seen)).fetchone()
+    found = execute(connection, _BEGIN_EFFECT, _fields(claim, saga, row)).fetchone()
     return None if found is None else float(found[0])
 
 
@@ -257,10 +255,10 @@ def _at(claim: Claimed, saga: SagaRow, position: int) -> dict[str, Any]:
     return mine(claim) | at
 
 
-def _fields(claim: Claimed, saga: SagaRow, row: Recorded, seen: float | None) -> dict[str, Any]:
+def _fields(claim: Claimed, saga: SagaRow, row: Recorded) -> dict[str, Any]:
     fields = {name: getattr(row, name) for name in _RECORDED}  # `asdict` would copy every value
     fields["entry"] = None if row.entry is None else json.dumps(row.entry)
-    return mine(claim) | fields | {"saga": saga.id, "status": saga.status, "generation": claim.generation, "seen": seen}
+    return mine(claim) | fields | {"saga": saga.id, "status": saga.status, "generation": claim.generation}
 
 
 _WAS_REPLACED = """

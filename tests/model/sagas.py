@@ -158,11 +158,11 @@ class Sagas(RuleBasedStateMachine):
         step, row = self._row(holder, kind, "done", result="1", has_undo=undo and kind == "step")
         if kind == "value":
             with self.runtime.autocommit(TENANT) as connection:
-                assert saga_steps.record(connection, holder.claim, holder.saga, row, seen=None) == matches
+                assert saga_steps.record(connection, holder.claim, holder.saga, row) == matches
         else:
             with finishing(self.runtime, matches) as connection:
                 connection.execute(INSERT, {"account": holder.claim.id.key, "amount": 1})
-                saga_steps.record_with(connection, holder.claim, holder.saga, row, seen=None, lease=LEASE)
+                saga_steps.record_with(connection, holder.claim, holder.saga, row, lease=LEASE)
         if matches:
             self._add(holder, step)
             self.entries[holder.claim.id.key] += kind == "step"
@@ -176,9 +176,7 @@ class Sagas(RuleBasedStateMachine):
         if open_ is None and not holder.is_undoing:
             matches = self._matches(holder)
             step, row = self._row(holder, "effect", "begun", entry={"state": "begun"}, has_undo=undo)
-            assert (
-                saga_steps.begin_effect(self.connection, holder.claim, holder.saga, row, seen=None) is not None
-            ) == matches
+            assert (saga_steps.begin_effect(self.connection, holder.claim, holder.saga, row) is not None) == matches
             if matches:
                 self._add(holder, step)
             open_ = step
@@ -216,7 +214,7 @@ class Sagas(RuleBasedStateMachine):
                 step, row = self._row(mine, each.pop("kind"), "begun", **each)
                 mine.rows.append(step)
                 steps.append(step)
-                saga_steps.record_with(connection, holder.claim, holder.saga, row, seen=None, lease=LEASE)
+                saga_steps.record_with(connection, holder.claim, holder.saga, row, lease=LEASE)
             sagas.wait(connection, holder.claim, holder.saga, waits_for=len(calls), seconds=None, lease=LEASE)
         if matches:
             for step in steps:
@@ -242,7 +240,7 @@ class Sagas(RuleBasedStateMachine):
                 if event is not None:
                     step.state = row.state = "done"
                     step.event = row.event_id = event
-                saga_steps.record_with(connection, holder.claim, holder.saga, row, seen=None, lease=LEASE)
+                saga_steps.record_with(connection, holder.claim, holder.saga, row, lease=LEASE)
             elif event is not None or is_over:
                 saga_steps.decide(
                     connection,

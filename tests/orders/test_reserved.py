@@ -152,6 +152,19 @@ def test_a_refund_thought_refused_that_a_person_has_found_is_reserved_again(shop
     assert refunded(shop, order) == 1000
 
 
+def test_a_refund_that_was_reported_as_made_and_found_by_a_person_ends(shop: Shop) -> None:
+    """Nothing is reserved for it any more, and nothing has to be."""
+    order, charge, refund_id, there = silent_refund(shop)
+    give_up(shop, refund_id)
+    resolve(shop, refund_id, DidNotHappen(), end=True)
+    assert settle(shop, of_refund(order, refund_id, charge, "succeeded", there)) == ["applied"]
+    resolve(shop, refund_id, Happened({"id": there, "amount": 400, "currency": "EUR", "status": "succeeded"}))
+    shop.replay(refund_id)
+    shop.run()
+    status = shop.one("SELECT status FROM idempotency.records WHERE key = :key", key=refund_id)[0]
+    assert (status, row_of(shop, refund_id), refunded(shop, order)) == ("completed", ("refunded", None), 400)
+
+
 def test_a_report_and_a_person_who_end_a_refund_at_once_count_it_once(shop: Shop) -> None:
     """The report has the payment's lock; the person's end waits for it, and sees what it has noted."""
     from tasks import settlement
