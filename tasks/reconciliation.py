@@ -17,9 +17,7 @@ from itertools import count
 from typing import Any, Literal, get_args
 
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import track
-from rich.table import Table
 from sqlalchemy import TextClause, text
 from sqlalchemy.orm import Session
 
@@ -185,6 +183,8 @@ def _key(session: Session, difference: Difference, tenant: str) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     """Reconcile, show the differences, and return the exit status."""
+    from idempotency.cli.terminal import print_table  # which only this command needs
+
     parser = argparse.ArgumentParser(prog="python -m tasks.reconciliation", description=__doc__)
     parser.add_argument(
         "--days", type=float, default=WINDOW / timedelta(days=1), help="how far back (default: %(default)g)"
@@ -204,11 +204,9 @@ def main(arguments: list[str] | None = None) -> int:
     if not found:
         Console().print("The provider and the ledger agree.")
         return 0
-    table = Table("what", "tenant", "at the provider", "ours", "provider has", "ledger has")
-    for each in found:
-        cells = (each.kind, each.tenant, each.id, each.name or "–", each.provider or "–", each.ledger or "–")
-        table.add_row(*map(escape, cells))  # names are the provider's
-    Console().print(table)
+    columns = ("what", "tenant", "at the provider", "ours", "provider has", "ledger has")
+    rows = [(each.kind, each.tenant, each.id, each.name, each.provider, each.ledger) for each in found]
+    print_table(*columns, rows=[[cell or "–" for cell in row] for row in rows])
     return 1
 
 

@@ -202,6 +202,14 @@ def environment(servers: services.Services, application_database: str, redis_url
     shutil.rmtree(crash_directory, ignore_errors=True)
 
 
+@pytest.fixture(autouse=True)
+def nothing_shared() -> Iterator[None]:
+    """What a test declares is not given to applications that other tests make later, as Celery would."""
+    shared = set(_state._on_app_finalizers)
+    yield
+    _state._on_app_finalizers.intersection_update(shared)
+
+
 @pytest.fixture
 def bank(environment: dict[str, str]) -> Iterator[Celery]:
     """The application of tests/support/bank.py, configured for this test, in this process.
@@ -215,12 +223,10 @@ def bank(environment: dict[str, str]) -> Iterator[Celery]:
     for name in [name for name, task in bank.app.tasks.items() if task.__module__.partition(".")[0] == "tasks"]:
         bank.app.tasks.pop(name)
     tasks, expected = dict(bank.app.tasks), copy.deepcopy(events._expected.get(bank.app, {}))
-    shared = set(_state._on_app_finalizers)  # what Celery gives to applications that are made later
     yield bank.app
     for name in set(bank.app.tasks) - set(tasks):
         bank.app.tasks.pop(name)
     events._expected[bank.app] = expected
-    _state._on_app_finalizers.intersection_update(shared)
     close_runtime(bank.app)
     delete_queue(environment)
     kombu.pools.reset()

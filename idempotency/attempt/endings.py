@@ -113,10 +113,10 @@ Ending = Finished | Fail | Release
 
 def _is_for_anothers_lock(error: BaseException) -> bool:
     driver = driver_error(error)
-    if isinstance(driver, psycopg.Error) and driver.sqlstate == DEADLOCK_DETECTED:
-        return True
-    if not isinstance(driver, psycopg.Error) or driver.sqlstate != LOCK_NOT_AVAILABLE:
+    if not isinstance(driver, psycopg.Error):
         return False
+    if driver.sqlstate != LOCK_NOT_AVAILABLE:
+        return driver.sqlstate == DEADLOCK_DETECTED
     return driver.diag.source_function == TIMEOUT_FUNCTION  # with NOWAIT the body chose not to wait
 
 

@@ -131,10 +131,8 @@ def test_a_charge_that_is_reported_as_failed_is_not_made_under_the_next_key(
     assert posted(shop, order) == 0
 
 
-def test_a_charge_that_was_reported_as_failed_stays_failed_when_its_task_hears_no_more(
-    shop: Shop, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """No answer of the provider comes, and its search does not know: the report decides, and it will not come twice."""
+def unanswered_charge(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> tuple[str, list[str]]:
+    """An order whose charge gets no answer, whenever it is called; and the keys of those calls."""
     order = shop.order()
     keys: list[str] = []
 
@@ -143,9 +141,17 @@ def test_a_charge_that_was_reported_as_failed_stays_failed_when_its_task_hears_n
         raise GatewayError("no answer")
 
     monkeypatch.setattr(shop.provider, "capture", lost)
-    monkeypatch.setattr(shop.provider, "find_capture", lambda **_: StillUnknown())
     while not keys:
         shop.deliver(shop.waiting()[0])
+    return order, keys
+
+
+def test_a_charge_that_was_reported_as_failed_stays_failed_when_its_task_hears_no_more(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No answer of the provider comes, and its search does not know: the report decides, and it will not come twice."""
+    order, keys = unanswered_charge(shop, monkeypatch)
+    monkeypatch.setattr(shop.provider, "find_capture", lambda **_: StillUnknown())
     assert settle(shop, report("pi_" + order, "failed", order, code="card_declined", effect_key=keys[0])) == ["applied"]
     shop.run()
     assert tuple(operation(shop, order))[:2] == ("failed", "card_declined")
@@ -168,16 +174,7 @@ def test_a_charge_under_a_later_key_that_was_forgotten_is_not_taken_for_refused(
     shop: Shop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After a restore, the key in doubt is one whose failure was reported, and the next key, which is forgotten, has charged."""
-    order = shop.order()
-    keys: list[str] = []
-
-    def lost(*, idempotency_key: str, **_: Any) -> Any:
-        keys.append(idempotency_key)
-        raise GatewayError("no answer")
-
-    monkeypatch.setattr(shop.provider, "capture", lost)
-    while not keys:
-        shop.deliver(shop.waiting()[0])
+    order, keys = unanswered_charge(shop, monkeypatch)
     settle(shop, report("pi_next" + order, "succeeded", order, effect_key="idem-next"))
     settle(shop, report("pi_" + order, "failed", order, code="card_declined", effect_key=keys[0]))
     found = {"id": "pi_next" + order, "amount": 1000, "currency": "EUR", "status": "succeeded"}

@@ -26,6 +26,20 @@ from tests.support.operations import deaths
 from tests.support.operators import ANN
 
 
+def shipping(stage: Stage) -> tuple[Any, list[str]]:
+    """A call whose charge is in doubt, and which ships after it."""
+    shipped: list[str] = []
+
+    @stage.app.task(
+        base=IdempotentTask, bind=True, name="charging", key=None, shared=False, effect_types={"charge": str}
+    )
+    def charging(self: IdempotentTask) -> None:
+        self.effect("charge", unknown)
+        self.effect("ship", lambda *, idempotency_key: shipped.append(idempotency_key))
+
+    return charging, shipped
+
+
 def open_letters(stage: Stage, task: str) -> list[str]:
     return [reason for name, reason, status in stage.letters() if name == task and status == "open"]
 
@@ -104,14 +118,7 @@ def test_an_answer_that_is_corrected_after_the_saga_has_ended_is_on_the_list(sta
 
 
 def test_a_second_replay_begins_nothing_either(stage: Stage) -> None:
-    shipped: list[str] = []
-
-    @stage.app.task(
-        base=IdempotentTask, bind=True, name="charging", key=None, shared=False, effect_types={"charge": str}
-    )
-    def charging(self: IdempotentTask) -> None:
-        self.effect("charge", unknown)
-        self.effect("ship", lambda *, idempotency_key: shipped.append(idempotency_key))
+    charging, shipped = shipping(stage)
 
     @saga("parent", key="{id}", app=stage.app)
     def parent(saga: Any, id: str) -> Any:

@@ -9,16 +9,15 @@ from typing import Any
 import pytest
 from sqlalchemy import text
 
-from idempotency import Happened, IdempotentTask
+from idempotency import Happened
 from idempotency.errors import CallFailed, ReplayRefused
 from idempotency.operate.replay import replay
 from idempotency.sagas import saga
 from idempotency.upkeep import maintenance
 from tests.sagas.application import enter, entering
 from tests.sagas.conftest import Stage
-from tests.sagas.test_calls_in_doubt import unknown
 from tests.sagas.test_people import letter_of
-from tests.sagas.test_replayed_calls import found, open_letters
+from tests.sagas.test_replayed_calls import found, open_letters, shipping
 from tests.support.operators import ANN
 
 
@@ -38,20 +37,6 @@ def aged(stage: Stage) -> None:
             "UPDATE idempotency.outbox SET published_at = 'epoch' WHERE status = 'published'",
         ):
             connection.execute(text(statement))
-
-
-def shipping(stage: Stage) -> tuple[Any, list[str]]:
-    """A call whose charge is in doubt, and which ships after it."""
-    shipped: list[str] = []
-
-    @stage.app.task(
-        base=IdempotentTask, bind=True, name="charging", key=None, shared=False, effect_types={"charge": str}
-    )
-    def charging(self: IdempotentTask) -> None:
-        self.effect("charge", unknown)
-        self.effect("ship", lambda *, idempotency_key: shipped.append(idempotency_key))
-
-    return charging, shipped
 
 
 def test_a_call_replayed_as_its_saga_ends_is_not_replayed_whole_after_the_purge(stage: Stage) -> None:

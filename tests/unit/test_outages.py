@@ -65,3 +65,19 @@ def test_pauses_grow_until_there_is_an_answer() -> None:
     assert [pauses.next() for _ in range(5)] == [1.0, 2.0, 4.0, 5.0, 5.0]
     pauses.end()
     assert pauses.next() == 1.0
+
+
+@pytest.mark.parametrize(
+    ("error", "why"),
+    [
+        (
+            psycopg.OperationalError('connection failed: FATAL:  database "secret" does not exist'),
+            "no such database or user",
+        ),
+        (psycopg.OperationalError("connection failed: password authentication failed for secret"), "wrong password"),
+        (psycopg.OperationalError("secret"), "OperationalError"),
+        (psycopg.errors.LockNotAvailable("canceling statement due to lock timeout"), "LockNotAvailable"),
+    ],
+)
+def test_why_a_server_is_away_is_said_without_its_own_words(error: psycopg.Error, why: str) -> None:
+    assert (outages.reason(refused(error)), outages.reason(error)) == (why, why)
