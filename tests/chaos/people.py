@@ -39,7 +39,7 @@ PAUSE = 0.25
 # Of the commands: given a second time, exactly as before.
 REPEATED = 0.3
 # How often each is drawn. Discarding ends what could go on, so it is rare.
-WEIGHTS = {"release": 3, "cancel": 3, "revoke": 2, "replay": 4, "resolve": 8, "discard": 1}
+WEIGHTS = {"release": 3, "cancel": 3, "revoke": 4, "replay": 4, "resolve": 8, "discard": 1}
 ANN, BOB = Person("ann", "operator"), Person("bob", "admin")
 
 _STARTED = "SELECT tenant, task, key FROM idempotency.records WHERE status = 'started' LIMIT 50"
