@@ -61,6 +61,12 @@ SELECT relname FROM pg_class
 WHERE relnamespace = to_regnamespace(%(schema)s) AND relkind IN ('r', 'p', 'v') ORDER BY relname
 """
 
+# A trigger's function is run by its trigger. With EXECUTE, its caller could make another trigger of it, on a table of any form.
+_CALLED = """
+SELECT p.oid::regprocedure::text FROM pg_proc p
+WHERE p.pronamespace = to_regnamespace(%(schema)s) AND p.prorettype <> 'trigger'::regtype ORDER BY 1
+"""
+
 # Whether the view shows its reader the rows that the reader may see; before Postgres 15 it shows those of all tenants.
 _BY_READER = """
 SELECT coalesce(array_to_string(reloptions, ','), '') LIKE '%%security_invoker%%' FROM pg_class
@@ -157,6 +163,7 @@ def _ownership(connection: Connection) -> list[str]:
 def _rights(connection: Connection) -> list[str]:
     tables = connection.exec_driver_sql(_TABLES, {"schema": SCHEMA}).scalars().all()
     everybody = f"PUBLIC, {', '.join(RIGHTS)}"
+    called = connection.exec_driver_sql(_CALLED, {"schema": SCHEMA}).scalars().all()
     statements = [
         f"REVOKE ALL ON SCHEMA {SCHEMA} FROM {everybody}",
         *(
@@ -167,7 +174,7 @@ def _rights(connection: Connection) -> list[str]:
             f"ALTER FUNCTION {SCHEMA}.{each} SECURITY DEFINER SET search_path = pg_catalog, pg_temp"
             for each in DEFINERS
         ),
-        f"GRANT EXECUTE ON ALL FUNCTIONS IN SCHEMA {SCHEMA} TO {', '.join(RUNNERS)}",
+        f"GRANT EXECUTE ON FUNCTION {', '.join(called)} TO {', '.join(RUNNERS)}",
     ]
     for role, rights in RIGHTS.items():
         statements.append(f"GRANT USAGE ON SCHEMA {SCHEMA} TO {role}")

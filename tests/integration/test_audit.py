@@ -191,6 +191,30 @@ def test_no_role_of_an_application_empties_the_audit(walled: str, engine: Engine
         assert rows == 2
 
 
+# The trigger's function runs with the owner's rights: made a trigger of another table, it would chain rows that are no audit.
+OF_ANOTHER = """
+CREATE TEMP TABLE mine (id bigint, at timestamptz, actor text, action text);
+CREATE TRIGGER mine AFTER INSERT ON mine FOR EACH ROW EXECUTE FUNCTION idempotency.chain_audit();
+INSERT INTO mine (id, at, actor, action) VALUES (3, now(), 'ann', 'cancel')
+"""
+
+
+@pytest.mark.parametrize("role", [APPLICATION, RELAY, OPERATOR])
+def test_no_role_chains_rows_of_a_table_that_it_has_made(walled: str, superuser: Engine, role: str) -> None:
+    login = create_engine(url_of(role, walled), poolclass=NullPool)
+    with (
+        login.begin() as connection,
+        pytest.raises(ProgrammingError, match=r"permission denied for function .*chain_audit"),
+    ):
+        connection.exec_driver_sql(OF_ANOTHER)
+    # nor one who may run every function
+    with superuser.begin() as connection, pytest.raises(ProgrammingError, match=r"for idempotency\.audit alone"):
+        connection.exec_driver_sql(OF_ANOTHER)
+    with superuser.connect() as connection:
+        found = audits.verify(connection)
+        assert (found.rows, found.why) == (2, None)
+
+
 def test_an_operators_rows_are_chained_with_the_owners_rights(walled: str) -> None:
     login = create_engine(url_of(OPERATOR, walled), poolclass=NullPool)
     with login.begin() as connection:

@@ -99,12 +99,17 @@ LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
 DECLARE
     head idempotency.audit_head;
 BEGIN
+    -- it writes with the rights of its owner: not for a trigger that anyone else has made
+    IF TG_RELID <> 'idempotency.audit'::regclass THEN
+        RAISE EXCEPTION 'idempotency.chain_audit() is for idempotency.audit alone' USING ERRCODE = 'insufficient_privilege';
+    END IF;
     UPDATE idempotency.audit_head SET position = position + 1,
         hash = sha256(hash || convert_to({_ENTRY.format("NEW")}, 'UTF8'))
     RETURNING * INTO STRICT head;
     INSERT INTO idempotency.audit_chain VALUES (head.position, NEW.id, head.hash);
     RETURN NULL;
 END $$;
+REVOKE EXECUTE ON FUNCTION idempotency.chain_audit() FROM PUBLIC;
 CREATE CONSTRAINT TRIGGER chain AFTER INSERT ON idempotency.audit DEFERRABLE INITIALLY DEFERRED
     FOR EACH ROW EXECUTE FUNCTION idempotency.chain_audit();
 ALTER TABLE idempotency.audit ENABLE ALWAYS TRIGGER chain;
