@@ -38,7 +38,7 @@ from idempotency import (
 from idempotency.text import storable
 from tasks.circuit import Circuit, Unavailable
 from tasks.stripe_http import StripeConnections
-from tasks.tenants import DEFAULT, named
+from tasks.tenants import DEFAULT, check_tenant, named
 
 T = TypeVar("T")
 
@@ -500,14 +500,13 @@ def _finish(
 
 def _moved(thing: dict[str, Any], charge_id: str, field: str) -> Moved:
     metadata = thing["metadata"] or {}
-    return Moved(
-        thing["id"],
-        charge_id,
-        thing["amount"],
-        thing["currency"].upper(),
-        storable(metadata.get("tenant", DEFAULT)),
-        None if (name := metadata.get(field)) is None else storable(name),
-    )
+    tenant, name = metadata.get("tenant", DEFAULT), metadata.get(field)
+    try:
+        check_tenant(tenant)
+    except ValueError:  # of another application on the same account
+        tenant, name = DEFAULT, None
+    name = None if name is None else storable(name)
+    return Moved(thing["id"], charge_id, thing["amount"], thing["currency"].upper(), tenant, name)
 
 
 def _refusal(thing: dict[str, Any]) -> StoredRefusal:

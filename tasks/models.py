@@ -45,6 +45,7 @@ class Payment(Base):
         CheckConstraint("(status = 'captured') = (charge_id IS NOT NULL)", name="captured_has_a_charge"),
         CheckConstraint("order_status IN ('placed', 'cancelled')", name="order_status_known"),
         UniqueConstraint("tenant", "order_id", name="payments_order_id"),
+        Index("payments_of_charge", "tenant", "charge_id", postgresql_where=text("charge_id IS NOT NULL")),
     )
 
     tenant: Mapped[Tenant]
@@ -358,6 +359,7 @@ class Dispute(Base):
     __table_args__ = (ForeignKeyConstraint(["tenant", "payment_id"], ["payments.tenant", "payments.id"]),)
 
     tenant: Mapped[Tenant]
+    gateway: Mapped[str] = mapped_column(primary_key=True)
     # the provider's
     id: Mapped[str] = mapped_column(primary_key=True)
     payment_id: Mapped[str]

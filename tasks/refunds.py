@@ -85,7 +85,7 @@ def withdraw(session: Session, refund_id: str, code: str, *, tenant: str = DEFAU
     refund, payment = locked(session, refund_id, tenant=tenant)
     assert refund is not None
     if refund.status == "reserved":
-        _refuse(session, refund, payment, code)
+        refuse(session, refund, payment, code)
     return refund.status
 
 
@@ -123,7 +123,7 @@ def refund_failed(session: Session, operation: Operation, error: PermanentError)
             move(refund, payment, "unknown")
         refund.failure = error.code
     else:
-        _refuse(session, refund, payment, error.code)
+        refuse(session, refund, payment, error.code)
     if payment is not None and payment.order_status == "cancelled" and is_owed(session, payment):
         told = {"refund_id": refund.id, "payment_id": payment.id, "code": error.code, **payment.of_order}
         publish(session, "payment.refund_failed", told, tenant=operation.tenant, app=app)
@@ -142,7 +142,8 @@ def has_refund(session: Session, payment: Payment, status: str) -> bool:
     return session.scalars(of_payment.limit(1)).first() is not None
 
 
-def _refuse(session: Session, refund: Refund, payment: Payment | None, code: str) -> None:
+def refuse(session: Session, refund: Refund, payment: Payment | None, code: str) -> None:
+    """Note that a locked refund is not made, and that its amount, if it was reserved, can be refunded otherwise."""
     refund.failure = code
     if payment is None:
         refund.status = "refused"

@@ -7,12 +7,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import AwareDatetime, BaseModel, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    AwareDatetime,
+    BaseModel,
+    Field,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
-from .tenants import DEFAULT
+from .tenants import DEFAULT, check_tenant
 
 GATEWAYS = STRIPE, STANDARD = "stripe", "payment"
 Kind = Literal["charge", "refund", "dispute"]
@@ -59,11 +68,30 @@ class Report:
 # ---------------------------------------------------------------- Stripe
 
 
+def _no_nul(text: str) -> str:
+    if "\x00" in text:
+        raise ValueError("must not contain NUL")
+    return text
+
+
+_Tenant = Annotated[str, AfterValidator(check_tenant)]
+_Name = Annotated[str, Field(max_length=255), AfterValidator(_no_nul)]
+
+
 class _Metadata(BaseModel):
-    purchase_id: str | None = Field(None, max_length=255)
-    refund_id: str | None = Field(None, max_length=255)
-    effect_key: str | None = Field(None, max_length=255)
-    tenant: str = Field(DEFAULT, min_length=1, max_length=255)
+    purchase_id: _Name | None = None
+    refund_id: _Name | None = None
+    effect_key: _Name | None = None
+    tenant: _Tenant = DEFAULT
+
+
+def _if_ours(given: Any, read: ValidatorFunctionWrapHandler) -> _Metadata | None:
+    """What we have not written ourselves is another application's on the same account, and no defect of the event."""
+    try:
+        metadata: _Metadata | None = read(given)
+    except ValidationError:
+        return None
+    return metadata
 
 
 class _Error(BaseModel):
@@ -77,7 +105,7 @@ class _Object(BaseModel):
     status: str = Field(min_length=1, max_length=64)
     amount: int = Field(ge=0, lt=2**63)
     currency: str = Field(min_length=3, max_length=3)
-    metadata: _Metadata | None = None
+    metadata: Annotated[_Metadata | None, WrapValidator(_if_ours)] = None
     payment_intent: str | None = Field(None, max_length=255)
     last_payment_error: _Error | None = None
     failure_code: str | None = None
@@ -166,7 +194,7 @@ class _Reported(BaseModel):
     currency: str = Field(pattern="^[A-Z]{3}$")
     # a day from the ends of what Python's clock has, in any time zone
     occurred_at: AwareDatetime = Field(ge=datetime(1970, 1, 1, tzinfo=UTC), lt=datetime(9999, 1, 1, tzinfo=UTC))
-    tenant: str = Field(DEFAULT, min_length=1, max_length=255)
+    tenant: _Tenant = DEFAULT
     payment_id: str | None = Field(None, max_length=255)
     refund_id: str | None = Field(None, max_length=255)
     idempotency_key: str | None = Field(None, max_length=255)

@@ -29,7 +29,7 @@ from . import app, orders
 from .models import Dispute, Order, Payment, PaymentEvent, Refund
 from .once import insert_unless_there
 from .payments import CAPTURE, capture_payment, mark_captured, mark_failed
-from .refunds import MADE, fits, mark_refunded, refund_payment, reverse
+from .refunds import MADE, fits, mark_refunded, refund_payment, refuse, reverse
 from .reported import SETTLE_WAITING
 from .reports import DISPUTE_ENDED, FAILED, REFUND_FAILED, SUCCEEDED, Report
 
@@ -55,18 +55,51 @@ def settle(session: Session, report: Report) -> Settled:
     """
     _lock(session, report.gateway, report.charge_id)
     if not insert_unless_there(session, PaymentEvent, asdict(report)):
-        return "duplicate"
-    is_applied = _apply(session, report)
+        completed = _completed(session, report)
+        if completed is None:
+            return "duplicate"
+        report = completed
+    is_applied = _apply_alone(session, report)
     if report.object == "charge":
         _apply_waiting(session, report.tenant, report.gateway, report.charge_id)
     log.info("payment_event", gateway=report.gateway, type=report.type, applied=is_applied)
     return "applied" if is_applied else "waiting"
 
 
-def _apply(session: Session, report: Report) -> bool:
-    if report.payment_id is None:
+def _completed(session: Session, report: Report) -> Report | None:
+    """The same report as it is kept, with the names that this one tells: it came without them, and waits for that."""
+    of_object = {"tenant": report.tenant, "gateway": report.gateway, "object": report.object}
+    known = select(PaymentEvent).filter_by(
+        **of_object, object_id=report.object_id, state=report.state, is_applied=False
+    )
+    if report.object == "dispute":
+        known = known.filter_by(occurred_at=report.occurred_at)
+    event = session.scalars(known.where(PaymentEvent.payment_id.is_(None))).one_or_none()
+    if event is None or report.payment_id is None:
+        return None
+    event.payment_id, event.refund_id, event.effect_key = report.payment_id, report.refund_id, report.effect_key
+    event.code = event.code or report.code
+    session.flush()
+    return _as_report(event)
+
+
+def _as_report(event: PaymentEvent) -> Report:
+    return Report(**{name: getattr(event, name) for name in Report.__dataclass_fields__})
+
+
+def _apply_alone(session: Session, report: Report) -> bool:
+    """Apply a report, in a savepoint: one that our books refuse is kept all the same, and the others go on."""
+    try:
+        with session.begin_nested():
+            return _apply(session, report)
+    except (DataError, IntegrityError) as error:
+        broken = {"gateway": report.gateway, "event_id": report.event_id, "error": type(error).__name__}
+        log.error("payment_event_broken", **broken)
         return False
-    payment = session.get(Payment, (report.tenant, report.payment_id), with_for_update=True)
+
+
+def _apply(session: Session, report: Report) -> bool:
+    payment = _payment_of(session, report)
     if payment is None:
         return False
     apply = {"charge": _charge, "refund": _refund, "dispute": _dispute}[report.object]
@@ -74,6 +107,15 @@ def _apply(session: Session, report: Report) -> bool:
         event = session.get_one(PaymentEvent, (report.tenant, report.gateway, report.event_id))
         event.is_applied = True
     return is_applied
+
+
+def _payment_of(session: Session, report: Report) -> Payment | None:
+    """The payment that a report names, or that its charge is known to be of; locked."""
+    if report.payment_id is not None:
+        return session.get(Payment, (report.tenant, report.payment_id), with_for_update=True)
+    of_charge = select(Payment).filter_by(tenant=report.tenant, charge_id=report.charge_id).with_for_update()
+    found = session.scalars(of_charge.limit(2)).all()
+    return found[0] if len(found) == 1 else None
 
 
 @app.task(base=IdempotentTask, bind=True, name=SETTLE_WAITING, key=None)
@@ -90,17 +132,10 @@ def _lock(session: Session, gateway: str, charge_id: str) -> None:
 
 
 def _apply_waiting(session: Session, tenant: str, gateway: str, charge_id: str) -> int:
-    """Apply what can be by now, each in its savepoint; returns how many."""
+    """Apply what can be by now; returns how many."""
     waiting = select(PaymentEvent).filter_by(tenant=tenant, gateway=gateway, charge_id=charge_id, is_applied=False)
-    applied = 0
-    for event in session.scalars(waiting.order_by(PaymentEvent.received_at)).all():
-        report = Report(**{name: getattr(event, name) for name in Report.__dataclass_fields__})
-        try:
-            with session.begin_nested():
-                applied += _apply(session, report)
-        except (DataError, IntegrityError) as error:  # the others can still be applied
-            log.error("payment_event_broken", gateway=gateway, event_id=event.event_id, error=type(error).__name__)
-    return applied
+    reports = [_as_report(event) for event in session.scalars(waiting.order_by(PaymentEvent.received_at)).all()]
+    return sum(_apply_alone(session, report) for report in reports)
 
 
 def _charge(session: Session, payment: Payment, report: Report) -> bool:
@@ -141,6 +176,10 @@ def _refund(session: Session, payment: Payment, report: Report) -> bool:
     if report.state in REFUND_FAILED:
         if refund.status == "refunded":
             reverse(session, refund, report.code or report.state)
+        elif (
+            report.refund_id is None and refund.status == "pending"
+        ):  # one of the provider's site, which no task carries out
+            refuse(session, refund, payment, report.code or report.state)
     elif report.state == SUCCEEDED:
         if payment.status != "captured" or not (refund.status in MADE or fits(refund, payment)):
             return False
@@ -169,6 +208,7 @@ def _refund_of(session: Session, payment: Payment, report: Report) -> Refund | N
 def _dispute(session: Session, payment: Payment, report: Report) -> bool:
     values = {
         "tenant": payment.tenant,
+        "gateway": report.gateway,
         "id": report.object_id,
         "payment_id": payment.id,
         "amount": report.amount,
@@ -182,7 +222,7 @@ def _dispute(session: Session, payment: Payment, report: Report) -> bool:
     # of two in one second the final one counts, then the one that came last
     session.execute(
         kept.on_conflict_do_update(
-            index_elements=["tenant", "id"],
+            index_elements=["tenant", "gateway", "id"],
             set_={name: values[name] for name in ("status", "amount", "reason", "reported_at")},
             where=Dispute.status.not_in(DISPUTE_ENDED)
             & (is_final | (Dispute.reported_at <= kept.excluded.reported_at)),

@@ -13,6 +13,8 @@ from standardwebhooks import Webhook
 
 # Seconds, as Stripe and Standard Webhooks have it.
 TOLERANCE = 300
+# Digits. Zeros in front of a time do not change it, for the SDK, too.
+LONGEST_TIME = 19
 
 
 class NotSigned(Exception):
@@ -29,7 +31,7 @@ def check_stripe(body: bytes, headers: Mapping[str, str], secrets: Sequence[str]
             continue
         # the SDK takes what follows a second "=" for nothing
         times = [item.removeprefix("t=") for item in header.split(",") if item.startswith("t=")]
-        if times and times[0].isdigit() and int(times[0][:19]) <= time.time() + TOLERANCE:
+        if times and times[0].isdigit() and len(times[0]) <= LONGEST_TIME and int(times[0]) <= time.time() + TOLERANCE:
             return
     raise NotSigned("Stripe-Signature: missing, malformed, or not of this time by one of our secrets")
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import re
 from hashlib import sha256
 
+from idempotency import InvalidKey, MissingKey
+from idempotency.wire.keys import check_key
+
 # What rows and operations without a tenant belong to, as in `idempotency_tenant`.
 DEFAULT = "default"
 
@@ -24,6 +27,14 @@ def owned(tenant: str) -> dict[str, str]:
     this argument, so it leaves the message to newer workers. Empty for the default tenant, whose rows it does find.
     """
     return {} if tenant == DEFAULT else {"owner": tenant}
+
+
+def check_tenant(tenant: str) -> str:
+    """The tenant, if it can be one. Raises `ValueError`, which names the rule."""
+    try:
+        return check_key(tenant, field="tenant")
+    except (InvalidKey, MissingKey) as refused:
+        raise ValueError(str(refused)) from None
 
 
 def domain(tenant: str) -> str:

@@ -19,6 +19,7 @@ from ..wire.keys import OperationId
 from ..wire.limits import BODY_DEPTH, BODY_LIMIT, beyond_limits
 from ..wire.message import (
     MESSAGE_VERSION,
+    MISPLACED,
     OUTBOX_HEADER,
     SERVICE_HEADER,
     SIGNATURE_HEADER,
@@ -108,9 +109,11 @@ def examine(app: Celery, message: Message) -> Examined:
     except (ValueError, TypeError, AttributeError, OverflowError):
         return Examined("invalid_header")
     if not isinstance(task, IdempotentTask):
-        return Examined(_forged(app, message) if _calls_others(name, payload) else None)
+        return Examined(_forged(app, message) if _calls_others(name, headers, payload) else None)
     if not isinstance(headers.get("headers"), dict | None):
         return Examined("invalid_header")
+    if (misplaced := next((each for each in MISPLACED if headers.get(each) is not None), None)) is not None:
+        return Examined("invalid_header", detail=misplaced)
     examined = _named(task, payload, headers)
     if examined.reason is None and _is_row_of_another(app, headers):
         return replace(examined, reason="other_service")
@@ -135,10 +138,11 @@ def _forged(app: Celery, message: Message) -> str | None:
     return None if until is not None and datetime.now(UTC) < until else UNSIGNED
 
 
-def _calls_others(name: str, payload: Any) -> bool:
+def _calls_others(name: str, headers: Mapping[str, Any], payload: Any) -> bool:
     """Whether a plain task's message has its worker call other tasks, in the application's name: after it, or as its arguments say."""
     _, _, embed = payload
-    return bool(embed and any(embed.get(each) for each in _FOLLOWERS)) or name in _CALLERS
+    # what the body does not have, Celery takes from the headers
+    return any((embed or {}).get(each) or headers.get(each) for each in _FOLLOWERS) or name in _CALLERS
 
 
 def _may_be_deep(body: Any) -> bool:

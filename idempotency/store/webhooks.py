@@ -100,6 +100,11 @@ WHERE e.id = judged.id AND e.status = '{ENABLED}' RETURNING e.id, e.disabled_bec
 
 # Attempts at one endpoint at a time: a slow one must not occupy all workers.
 AT_ONCE = 8
+# By itself, before `_DUE`: what a statement counts it sees as of its beginning, not as of when it has waited for the lock.
+_IN_TURN = """
+SELECT FROM idempotency.webhook_endpoints e JOIN idempotency.webhook_deliveries d ON d.endpoint_id = e.id
+WHERE d.id = %(id)s FOR NO KEY UPDATE OF e
+"""
 _DUE = """
 SELECT d.body, e.id AS endpoint_id, e.url, e.status,
        (SELECT count(*) FROM idempotency.webhook_attempts a WHERE a.delivery_id = d.id AND a.redelivery = %(redelivery)s) AS tries,
@@ -263,6 +268,7 @@ def count_given_up(connection: Connection, id: str, *, is_gone: bool, most: int,
 def begin_attempt(connection: Connection, id: str, redelivery: int, *, most: int, longest: float) -> Begun | NotBegun:
     """Note that an attempt begins, before it is made; commit before the POST. `longest`: seconds that one may take."""
     fields = {"id": id, "redelivery": redelivery, "longest": longest, "at_once": AT_ONCE}
+    connection.exec_driver_sql(_IN_TURN, fields)
     found = connection.exec_driver_sql(_DUE, fields).one_or_none()
     if found is None or found.status != ENABLED:
         return NotBegun(NO_ENDPOINT)

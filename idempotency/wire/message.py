@@ -90,6 +90,8 @@ _FIELDS = {
     "properties": (dict, "an object"),
 }
 _EMBEDDED = ("callbacks", "errbacks", "chain", "chord")
+# Where these are among the headers, a worker takes them for its own: no sender of Celery puts them there.
+MISPLACED = (*_EMBEDDED, "called_directly", "is_eager", "taskset")
 # A natively delayed message arrives through an exchange, and waits in queues, of such names; its routing key starts with the delay, one word per bit.
 _DELAY_PLACE = "celery_delayed_"
 _DELAY_BITS = 28
@@ -167,7 +169,7 @@ class Message:
         if delivery.get("priority"):
             properties["priority"] = delivery["priority"]
         route = route_without_delay(delivery.get("exchange") or "", delivery.get("routing_key") or "")
-        return cls({**headers, **custom}, encoding.dumps(body), route, properties)
+        return cls({**custom, **headers}, encoding.dumps(body), route, properties)
 
     def routed(self, app: Celery, name: str, args: Any, kwargs: Any) -> Message:
         """The same message, addressed to the queue to which the application routes this call."""
@@ -301,10 +303,12 @@ def senders_headers(given: Mapping[str, Any]) -> dict[str, Any]:
 def all_headers(given: Mapping[str, Any]) -> dict[str, Any]:
     """A message's headers together with those inside its header `headers`, where tracing tools put a copy of theirs.
 
-    Celery's `request.headers` would be that header alone. Ours are only read outside it.
+    Celery's `request.headers` would be that header alone. Ours and Celery's are only read outside it, where they are signed.
     """
+    celerys = {*_PROTOCOL_HEADERS, *CELERYS_FIELDS, *MISPLACED}
     nested = given.get("headers") or {}
-    return {**{name: value for name, value in nested.items() if not is_our_header(name)}, **given}
+    theirs = {name: value for name, value in nested.items() if not (is_our_header(name) or name in celerys)}
+    return {**theirs, **given}
 
 
 def _stored(headers: Mapping[str, Any]) -> dict[str, Any]:

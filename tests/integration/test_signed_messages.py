@@ -210,3 +210,55 @@ def test_a_message_whose_encoding_was_changed_is_altered(
     publish(bank, body_of("a2"), queue=f"{bank.conf.task_default_queue}-dead", headers=sent, **options)
     (letter,) = letters(1)
     assert (letter.reason, letter.task, letter.key, letter.outbox_id) == ("altered", None, None, None)
+
+
+def test_what_is_nested_in_the_headers_is_never_taken_for_what_is_signed(
+    bank: Celery,
+    processes: Processes,
+    relay: Relay,
+    connection: Connection,
+    entries: Callable[[str], int],
+    letters: Callable[[int], Any],
+) -> None:
+    """Tracing tools put copies of their headers into the header `headers`, so nobody signs it."""
+    processes.worker()
+    now = datetime.now(UTC).isoformat()
+    publish(bank, body_of("a1"), headers=signed("a1", at=time.time() - 2 * 86400) | {"headers": {"eta": now}})
+    assert [(letter.reason, letter.key) for letter in letters(1)] == [("stale", "a1")]
+    assert entries("a1") == 0
+
+    body = json.dumps([["a2", "retry"], {}, {}])
+    sent = headers(task=b.failing.name, **{KEY_HEADER: "a2", TENANT_HEADER: "default"})
+    sent |= {SIGNATURE_HEADER: sign(sent, body, SecretStr(SECRET), at=time.time())}
+    publish(bank, body, headers=sent | {"headers": {"task": b.transfer.name, "id": "another"}})
+    row = text("SELECT task, message FROM idempotency.outbox WHERE key = 'a2' AND origin = 'retry'")
+    eventually(lambda: connection.execute(row).one_or_none() is not None, what="the next attempt")
+    found = connection.execute(row).one()
+    kept = json.loads(found.message)["headers"]
+    assert (found.task, kept["task"], kept["id"]) == (b.failing.name, b.failing.name, sent["id"])
+
+
+def test_what_a_worker_would_call_after_a_plain_task_is_looked_for_in_its_headers_too(
+    bank: Celery, letters: Callable[[int], Any], processes: Processes, entries: Callable[[str], int]
+) -> None:
+    """Celery takes from them what the body does not have, and signs in our name what it calls."""
+    processes.worker()
+    victim = {"task": b.deposit.name, "args": ["victim"], "kwargs": {}, "options": {"idempotency_key": "squatted"}}
+    victim |= {"subtask_type": None, "immutable": True}
+    followers: dict[str, Any] = {"chain": [victim], "callbacks": [victim], "errbacks": [victim], "chord": victim}
+    for follower, called in followers.items():
+        publish(bank, json.dumps([[], {}, {}]), headers=headers(task="celery.accumulate", **{follower: called}))
+    assert [(letter.reason, letter.task) for letter in letters(4)] == [("unsigned", None)] * 4
+    assert entries("victim") == 0
+
+
+def test_a_header_that_no_sender_of_celery_makes_is_refused(
+    bank: Celery, letters: Callable[[int], Any], processes: Processes, entries: Callable[[str], int]
+) -> None:
+    """With a valid signature, which does not cover it: the worker would go by it."""
+    processes.worker()
+    misplaced: list[dict[str, Any]] = [{"chain": [{"task": "any"}]}, {"callbacks": [{}]}]
+    for header in (*misplaced, {"called_directly": True}, {"is_eager": True}):
+        publish(bank, body_of("a1"), headers=signed("a1") | header)
+    assert [(letter.reason, letter.key) for letter in letters(4)] == [("invalid_header", "a1")] * 4
+    assert entries("a1") == 0

@@ -38,6 +38,7 @@ CREATE INDEX payment_events_waiting ON payment_events (tenant, charge_id) WHERE 
 
 CREATE TABLE disputes (
     tenant      varchar     NOT NULL DEFAULT 'default',
+    gateway     varchar     NOT NULL,
     id          varchar     NOT NULL,
     payment_id  varchar     NOT NULL,
     amount      bigint      NOT NULL,
@@ -45,9 +46,10 @@ CREATE TABLE disputes (
     status      varchar     NOT NULL,
     reason      varchar,
     reported_at timestamptz NOT NULL,
-    PRIMARY KEY (tenant, id),
+    PRIMARY KEY (tenant, gateway, id),
     FOREIGN KEY (tenant, payment_id) REFERENCES payments (tenant, id)
 );
+CREATE INDEX payments_of_charge ON payments (tenant, charge_id) WHERE charge_id IS NOT NULL;
 """
 
 # A reversed refund was made, and keeps its id.
@@ -66,6 +68,7 @@ ALTER TABLE refunds DROP CONSTRAINT status_known, DROP CONSTRAINT refunded_has_a
 ALTER TABLE refunds
     ADD CONSTRAINT status_known CHECK (status IN ('pending', 'reserved', 'refunded', 'refused', 'unknown')),
     ADD CONSTRAINT refunded_has_an_id CHECK ((status = 'refunded') = (provider_refund_id IS NOT NULL));
+DROP INDEX payments_of_charge;
 DROP TABLE disputes;
 DROP TABLE payment_events;
 """
