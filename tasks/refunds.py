@@ -9,24 +9,28 @@ from sqlalchemy.orm import Session
 
 from idempotency import (
     Defer,
+    DidNotHappen,
+    EffectInDoubt,
     EffectUnknown,
     Handle,
+    Happened,
     IdempotentTask,
     Operation,
     OperationId,
     PermanentError,
+    StoredRefusal,
     Unfinished,
     publish,
 )
 from idempotency.providers import STRIPE
 
 from . import app, ledger
-from .gateway import Result
+from .gateway import Outcome, Result
 from .models import Payment, PaymentEvent, Refund
 from .once import check_not_carried_out, insert_once
 from .outside import gateway
-from .reported import settle_later
-from .reports import REFUND_FAILED
+from .reported import reported_refund, reported_refund_failure, settle_later
+from .reports import REFUND_FAILED, SUCCEEDED
 from .tenants import DEFAULT, named, owned
 from .validation import check_amount, check_id, check_minor_unit, check_text
 
@@ -226,12 +230,40 @@ def refund_payment(
     if (made := _reported_as_made(self, refund_id)) is not None:
         return made
 
-    refunded = self.effect("refund", gateway.refund, reconcile=gateway.find_refund, **request)
+    refunded = self.effect("refund", gateway.refund, reconcile=find_refund, **request)
 
     refund, _ = locked(self.session, refund_id, tenant=self.tenant)
     assert refund is not None
+    if refund.provider_refund_id not in (None, refunded["id"]):  # under another key, which a person took for not made
+        raise PermanentError(f"refund {refund_id}: made twice, also as {refund.provider_refund_id}", "refunded_twice")
     mark_refunded(self.session, refund, refunded["id"])
     return {"status": refund.status, "refund": refunded["id"]}
+
+
+def find_refund(
+    *,
+    refund_id: str,
+    payment_id: str,
+    charge_id: str,
+    amount: int,
+    doubt: EffectInDoubt,
+    tenant: str = DEFAULT,
+) -> Outcome:
+    """What became of a refund: what the provider has reported of it, or what it answers."""
+    made = reported_refund(refund_id, doubt.idempotency_key, tenant=tenant)
+    if made is not None:
+        return Happened({"id": made.id, "amount": amount, "currency": made.currency, "status": SUCCEEDED})
+    code = reported_refund_failure(refund_id, doubt.idempotency_key, tenant=tenant)
+    if code is not None:
+        return DidNotHappen(StoredRefusal(f"the refund has failed: {code}", code))
+    return gateway.find_refund(
+        refund_id=refund_id,
+        payment_id=payment_id,
+        charge_id=charge_id,
+        amount=amount,
+        doubt=doubt,
+        tenant=tenant,
+    )
 
 
 def _reported_as_made(task: IdempotentTask, refund_id: str) -> dict[str, Any] | None:

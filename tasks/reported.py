@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
 from uuid import uuid4
 
-from sqlalchemy import func, select
+from sqlalchemy import Row, func, select
 from sqlalchemy.orm import Session
 
 from idempotency.application import runtime_of
 
 from . import app
-from .models import Payment, PaymentEvent
-from .reports import FAILED, GATEWAYS, SUCCEEDED
+from .models import Payment, PaymentEvent, Refund
+from .reports import FAILED, GATEWAYS, REFUND_FAILED, SUCCEEDED
 
 # In `settlement`, which imports what calls this.
 SETTLE_WAITING = "payments.settle_waiting"
@@ -63,6 +64,40 @@ def reported_refusal(payment_id: str, effect_key: str, *, tenant: str) -> str | 
         PaymentEvent.gateway.in_(GATEWAYS),
         PaymentEvent.object == "charge",
         PaymentEvent.state == FAILED,
+        PaymentEvent.is_applied,
+        PaymentEvent.effect_key == effect_key,
+    )
+    with runtime_of(app).transaction(tenant) as connection:
+        return connection.scalars(reported.limit(1)).first()
+
+
+def reported_refund(refund_id: str, effect_key: str, *, tenant: str) -> Row[Any] | None:
+    """The refund (`id`, `currency`) that a provider has reported as made by a call under this key, and that we have noted."""
+    reported = select(Refund.provider_refund_id.label("id"), PaymentEvent.currency).join(
+        PaymentEvent, (PaymentEvent.tenant == Refund.tenant) & (PaymentEvent.object_id == Refund.provider_refund_id)
+    )
+    reported = reported.where(
+        Refund.tenant == tenant,
+        Refund.id == refund_id,
+        PaymentEvent.gateway.in_(GATEWAYS),
+        PaymentEvent.object == "refund",
+        PaymentEvent.state == SUCCEEDED,
+        PaymentEvent.is_applied,
+        func.coalesce(PaymentEvent.effect_key, effect_key) == effect_key,
+    )
+    with runtime_of(app).transaction(tenant) as connection:
+        made: Row[Any] | None = connection.execute(reported.limit(1)).first()
+    return made
+
+
+def reported_refund_failure(refund_id: str, effect_key: str, *, tenant: str) -> str | None:
+    """Why the refund of a call under this key has failed, as a provider has reported: only of a report that names the key."""
+    reported = select(func.coalesce(func.nullif(PaymentEvent.code, ""), PaymentEvent.state)).where(
+        PaymentEvent.tenant == tenant,
+        PaymentEvent.refund_id == refund_id,
+        PaymentEvent.gateway.in_(GATEWAYS),
+        PaymentEvent.object == "refund",
+        PaymentEvent.state.in_(REFUND_FAILED),
         PaymentEvent.is_applied,
         PaymentEvent.effect_key == effect_key,
     )

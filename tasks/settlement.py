@@ -196,7 +196,10 @@ def _refund_of(session: Session, payment: Payment, report: Report) -> Refund | N
         refund = session.get(Refund, (payment.tenant, report.refund_id), with_for_update=True)
         if refund is None or (refund.payment_id, refund.amount) != (payment.id, report.amount):
             return None
-        return refund if refund.provider_refund_id in (None, report.object_id) else None
+        if refund.provider_refund_id not in (None, report.object_id):  # perhaps made twice
+            log.error("payment_event_differs", gateway=report.gateway, event_id=report.event_id, refund=refund.id)
+            return None
+        return refund
     if payment.status != "captured" or payment.charge_id != report.charge_id or report.amount == 0:
         return None
     id = {"tenant": payment.tenant, "id": f"{report.gateway}-{report.object_id}"}

@@ -195,15 +195,14 @@ def mark_undone(app: Celery, id: OperationId, name: str, change: Change) -> None
         step = _to_undo(connection, id, name)
         if step.call_key is not None:  # locked before the saga, as its end would
             undo = OperationId(id.tenant, step.call_task, step.call_key)
-            # its replay would undo a second time; that locks the letter first, too
-            letters.close(connection, undo, None)
             record = operations.read_locked(connection, undo)
+            letters.close_undone(connection, undo, id)  # its replay would undo a second time
             if record is not None and record.status not in ("failed", "completed"):  # completed: it was replaced
                 raise ChangeRefused(f"{called(id)}: the undo of {name!r} is {record.status}; wait for its end")
         if step.kind == "call" and step.of_key is not None:  # it is seen to; nor may a replay finish it now
             of = OperationId(id.tenant, step.of_task, step.of_key)
-            letters.close_undone(connection, of, id)
             record = operations.read_locked(connection, of)
+            letters.close_undone(connection, of, id)
             if step.of_state == "failed" and record is not None and record.status != "failed":
                 raise ChangeRefused(f"{called(id)}: {name!r} is being replayed, and {record.status}; wait for its end")
         saga = saga_changes.locked_stopped(connection, id, at_rest=True)

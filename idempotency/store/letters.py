@@ -34,7 +34,7 @@ def insert_sql(source: str, columns: Mapping[str, str], *, rows: str = "") -> st
 
 
 def insert_for_rows_sql(rows: str, *, reason: str, error: str, attempts: str, generation: str = "NULL") -> str:
-    """The SQL that inserts a dead letter for each of these outbox rows. All arguments but `rows` are SQL expressions."""
+    """The SQL that inserts a dead letter for each of these outbox rows. All arguments but `rows`, a name, are SQL expressions."""
     columns = {
         "outbox_id": "id",
         "message_id": "message_id",
@@ -51,6 +51,7 @@ def insert_for_rows_sql(rows: str, *, reason: str, error: str, attempts: str, ge
         "attempts": attempts,
         "payload": "message",
         "consumer_service": "%(service)s",
+        **_of_earlier(f"{rows}.tenant", f"{rows}.task", f"{rows}.key"),
     }
     return insert_sql("relay", columns, rows=f"FROM {rows}")
 
@@ -120,13 +121,14 @@ _STORE_MESSAGE = (
 
 # A letter that was stored before its operation was known (an old worker lacked the task, say) now becomes the
 # operation's letter: it is the same message, and a second letter would leave the first open forever.
-_ADOPT = """
+_ADOPTED = ", ".join(f"{name} = {said}" for name, said in _of_earlier("%(tenant)s", "%(task)s", "%(key)s").items())
+_ADOPT = f"""
 UPDATE idempotency.dead_letters d
 SET tenant = %(tenant)s, task = %(task)s, key = %(key)s, generation = %(generation)s,
     fingerprint = %(fingerprint)s, queue = %(queue)s, header_task = %(header_task)s, consumer_service = %(service)s,
     reason = %(reason)s, first_error = coalesce(d.first_error, %(first_error)s), last_error = %(last_error)s,
     attempts = %(attempts)s, headers = %(headers)s, payload = %(payload)s,
-    alerted_at = NULL, alert_logged_at = NULL
+    alerted_at = NULL, alert_logged_at = NULL, {_ADOPTED}
 WHERE d.id = (
     SELECT unnamed.id FROM idempotency.dead_letters unnamed
     WHERE unnamed.status = 'open' AND unnamed.generation IS NULL
@@ -245,7 +247,8 @@ _REOPEN_LETTER = """
 UPDATE idempotency.dead_letters SET status = 'open', closed_at = NULL, reason = %(reason)s, last_error = %(error)s
 WHERE id = (
     SELECT max(id) FROM idempotency.dead_letters
-    WHERE tenant = %(tenant)s AND task = %(task)s AND key = %(key)s AND generation = %(generation)s AND source = 'operation'
+    WHERE tenant = %(tenant)s AND task = %(task)s AND key = %(key)s AND generation = %(generation)s
+      AND source <> 'relay' AND reason NOT IN ('fingerprint_mismatch', 'service_mismatch')
     HAVING NOT bool_or(status = 'open'))
 """
 

@@ -90,6 +90,9 @@ WHERE d.id = %(letter)s
 _ONLY_FINISH = f"UPDATE idempotency.records SET spent_at = 1 WHERE {ROW} AND status = 'released'"
 
 # In this order, and before the letter: the end of the saga locks the saga, and then the letters of what it has called.
+_LOCK_OWN_SAGA = """
+SELECT FROM idempotency.sagas g JOIN idempotency.dead_letters d USING (tenant, task, key) WHERE d.id = %(letter)s FOR NO KEY UPDATE OF g
+"""
 _LOCK_CALLED = """
 SELECT FROM idempotency.records r JOIN idempotency.dead_letters d USING (tenant, task, key) WHERE d.id = %(letter)s FOR UPDATE OF r
 """
@@ -243,6 +246,7 @@ def retry(connection: Connection, id: OperationId, *, service: str, app: Celery)
                 "then say so with --undone"
             )
         if undo.status == "failed":
+            connection.exec_driver_sql(_LOCK_CALLED, {"letter": undo.letter})
             done.letters[undo.letter] = dead_letters.replay(connection, undo.letter, service=service, app=app)
         done.waits_for.append(undo.name)
     row = locked_stopped(connection, id)
@@ -302,6 +306,7 @@ def end_with(connection: Connection, saga: Any, error: str) -> None:
 
 def lock_caller(connection: Connection, letter: int) -> Any:
     """Lock the operation of a letter, and then the saga that has called it and failed to get its result: its id, if there is one."""
+    connection.exec_driver_sql(_LOCK_OWN_SAGA, {"letter": letter})
     connection.exec_driver_sql(_LOCK_CALLED, {"letter": letter})
     return connection.exec_driver_sql(_LOCK_CALLER, {"letter": letter}).scalar_one_or_none()
 

@@ -18,7 +18,10 @@ $$;
 -- A saga goes on: its next delivery, written when it began to wait, is due. Its budget of time begins anew.
 CREATE FUNCTION idempotency.resume_saga(saga idempotency.sagas) RETURNS void LANGUAGE plpgsql AS $$
 BEGIN
-    -- If that was due before and has died, there is another. Letters are locked before their record, by everybody.
+    -- the record before its letters, by everybody
+    PERFORM FROM idempotency.records r
+    WHERE r.tenant = saga.tenant AND r.task = saga.task AND r.key = saga.key FOR NO KEY UPDATE;
+    -- If that was due before and has died, there is another.
     WITH died AS (
         UPDATE idempotency.dead_letters d SET status = 'replayed', closed_at = clock_timestamp()
         FROM idempotency.records r
@@ -153,6 +156,9 @@ DECLARE
     found record;
     saga idempotency.sagas;
     is_seen boolean;
+    mark text;
+    -- Calls that this transaction has failed. It may correct that before anyone has seen it.
+    failed_here text := coalesce(current_setting('idempotency.failed_here', true), '');
 BEGIN
     IF EXISTS (
         SELECT FROM idempotency.sagas g
@@ -169,12 +175,14 @@ BEGIN
     LOOP
         -- what it records from here on, it records after this
         SELECT * INTO saga FROM idempotency.sagas g WHERE g.id = found.saga_id FOR NO KEY UPDATE;
+        mark := format('[%s %s %s]', found.saga_id, found.generation, found.position);
         -- A person has said what became of it. Code that has seen the failure gets the same one again.
         IF found.kind = 'call' AND found.state = 'failed' THEN
             CONTINUE WHEN saga.generation <> found.generation OR saga.status NOT IN ('RUNNING', 'COMPENSATING');
-            is_seen := saga.waits_for IS NULL OR saga.stopped IS NOT NULL OR EXISTS (
-                SELECT FROM idempotency.saga_steps s
-                WHERE s.saga_id = saga.id AND s.generation = saga.generation AND s.begun_at > found.ended_at);
+            is_seen := position(mark IN failed_here) = 0 AND (
+                saga.waits_for IS NULL OR saga.stopped IS NOT NULL OR EXISTS (
+                    SELECT FROM idempotency.saga_steps s
+                    WHERE s.saga_id = saga.id AND s.generation = saga.generation AND s.begun_at > found.ended_at));
             CONTINUE WHEN saga.status = 'RUNNING' AND is_seen;
         END IF;
         IF found.state = 'begun' OR saga.status = 'COMPENSATING' THEN
@@ -182,8 +190,16 @@ BEGIN
         END IF;
         UPDATE idempotency.saga_steps s
         SET state = CASE NEW.status WHEN 'completed' THEN 'done' ELSE 'failed' END,
-            result = NEW.result, error = CASE NEW.status WHEN 'failed' THEN NEW.error END, ended_at = clock_timestamp()
+            result = NEW.result, error = CASE NEW.status WHEN 'failed' THEN NEW.error END,
+            -- after all that is recorded by now, also if the clock has gone back: a failover leads to another server's
+            ended_at = greatest(clock_timestamp(), (
+                SELECT l.begun_at FROM idempotency.saga_steps l
+                WHERE l.saga_id = found.saga_id AND l.generation = found.generation ORDER BY l.position DESC LIMIT 1))
         WHERE (s.saga_id, s.generation, s.position) = (found.saga_id, found.generation, found.position);
+        IF NEW.status = 'failed' THEN
+            failed_here := failed_here || mark;
+            PERFORM set_config('idempotency.failed_here', failed_here, true);
+        END IF;
     END LOOP;
     RETURN NULL;
 END $$;

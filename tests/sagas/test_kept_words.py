@@ -1,0 +1,164 @@
+"""What was used or undone stays so: letters of other sources, clocks that go back, commands at the same time."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from typing import Any
+
+import pytest
+from sqlalchemy import text
+
+from idempotency import EffectUnknown, Happened, IdempotentTask, PermanentError
+from idempotency.errors import CallFailed, ReplayRefused
+from idempotency.operate import saga as operate
+from idempotency.operate.replay import replay
+from idempotency.sagas import call, saga
+from idempotency.upkeep import maintenance
+from tests.sagas.application import enter, entering
+from tests.sagas.conftest import Stage
+from tests.sagas.test_calls_in_doubt import charging_of
+from tests.sagas.test_letters import is_unpublishable
+from tests.sagas.test_people import id_of, letter_of
+from tests.sagas.test_replayed_calls import found, open_letters, shipping
+from tests.sagas.test_used_letters import aged, purged
+from tests.support.operators import ANN
+
+
+def test_a_call_whose_replay_could_not_be_published_begins_nothing_once_its_first_letter_is_purged(
+    stage: Stage,
+) -> None:
+    """The relay's letter is all that is left."""
+    charging, shipped = shipping(stage)
+
+    @saga("parent", key="{id}", app=stage.app)
+    def parent(saga: Any, id: str) -> Any:
+        with contextlib.suppress(CallFailed):
+            saga.call(charging)
+
+    handle = stage.enqueue(parent, "r1")
+    stage.run()
+    assert handle.status() == "completed"
+    found(stage, charging, Happened("ch_1"))
+    replay(stage.app, letter_of(stage, charging), ANN)
+    is_unpublishable(stage, charging)
+    assert open_letters(stage, "charging") == ["unpublishable"]
+    aged(stage)
+    maintenance.purge(stage.app)  # the saga and the first letter
+    purged(stage, "parent")
+    replay(stage.app, letter_of(stage, charging), ANN)  # as it was: may only finish
+    stage.run()
+    assert (open_letters(stage, "charging"), shipped) == (["unfinished"], [])
+    replay(stage.app, letter_of(stage, charging), ANN)
+    stage.run()
+    assert (open_letters(stage, "charging"), shipped) == (["unfinished"], [])  # the saga has gone on without it
+
+
+def test_a_failure_that_no_code_has_seen_is_replayed_though_the_clock_has_gone_back(stage: Stage) -> None:
+    """By a failover: what the former server has noted is ahead of the present one's time."""
+    make, other = entering(stage, "make"), entering(stage, "other")
+    make.refuses.add("x")
+
+    @saga("parent", key="{id}", app=stage.app)
+    def parent(saga: Any, id: str) -> Any:
+        saga.step("first", enter, "first")
+        saga.sleep(60)
+        saga.gather(call(make, thing="x"), call(other, thing="a"))
+
+    handle = stage.enqueue(parent, "r1")
+    stage.run()
+    with stage.engine.connect() as connection:  # what the former server, a minute ahead, has noted
+        connection.execute(
+            text("UPDATE idempotency.saga_steps SET ended_at = ended_at + interval '3 minutes' WHERE kind = 'step'")
+        )
+    stage.pass_time(61)
+    stage.deliver()
+    stage.hold("other")
+    stage.run()
+    make.refuses.clear()
+    replay(stage.app, letter_of(stage, make), ANN)
+    stage.pass_time(3600)
+    stage.run()
+    assert handle.status() == "completed"
+
+
+def test_an_undo_that_was_done_by_hand_is_not_run_again_once_its_saga_is_purged(stage: Stage) -> None:
+    make = entering(stage, "make")
+
+    def unknown(*, idempotency_key: str) -> str:
+        raise EffectUnknown("no answer")
+
+    @stage.app.task(base=IdempotentTask, bind=True, name="void", shared=False, effect_types={"charge": str})
+    def void(self: IdempotentTask, thing: str) -> None:
+        self.effect("charge", unknown)
+        enter(self.session, "void")
+
+    @saga("parent", key="{id}", app=stage.app)
+    def parent(saga: Any, id: str) -> Any:
+        saga.call(make, thing="x", undo=void)
+        raise PermanentError("no", "no")
+
+    handle = stage.enqueue(parent, "r1")
+    stage.run()
+    assert open_letters(stage, "parent") == ["compensation_failed"]
+    operate.mark_undone(stage.app, id_of(parent), "make", ANN)
+    stage.run()
+    assert handle.status() == "failed"
+    assert found(stage, void, Happened("re_1"), end=True) == "unfinished"  # opens its letter again
+    with pytest.raises(ReplayRefused, match="has been undone without it"):
+        replay(stage.app, letter_of(stage, void), ANN)
+    purged(stage, "parent")
+    with pytest.raises(ReplayRefused, match="has been undone without it"):
+        replay(stage.app, letter_of(stage, void), ANN)
+    stage.run()
+    assert stage.accounts() == ["make:x"]
+
+
+def test_undone_by_hand_and_a_replay_of_its_letter_wait_for_each_other_in_one_order(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    charging = charging_of(stage)
+
+    @saga("parent", key="{id}", app=stage.app)
+    def parent(saga: Any, id: str) -> Any:
+        saga.call(charging)
+
+    stage.enqueue(parent, "r1")
+    stage.run()
+    found(stage, charging, Happened("ch_1"))
+    letter = letter_of(stage, charging)
+    from idempotency.store import letters, saga_changes
+
+    has_record, has_letter = threading.Event(), threading.Event()
+    real_lock, real_close = saga_changes.lock_caller, letters.close_undone
+
+    def locking(*args: Any) -> Any:
+        real = real_lock(*args)
+        has_record.set()
+        has_letter.wait(1)
+        return real
+
+    def closing(*args: Any) -> None:
+        real_close(*args)
+        has_letter.set()
+
+    monkeypatch.setattr(saga_changes, "lock_caller", locking)
+    monkeypatch.setattr(letters, "close_undone", closing)
+    errors: list[str] = []
+
+    def act(command: Any, *args: Any) -> None:
+        try:
+            command(*args)
+        except Exception as error:
+            errors.append(type(getattr(error, "orig", error)).__name__)
+
+    threads = [
+        threading.Thread(target=act, args=(replay, stage.app, letter, ANN)),
+        threading.Thread(target=act, args=(operate.mark_undone, stage.app, id_of(parent), "charging", ANN)),
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert "DeadlockDetected" not in errors
+    assert len(errors) <= 1  # the one that came second was told so
