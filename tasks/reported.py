@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
 from uuid import uuid4
 
 from sqlalchemy import Row, func, select
@@ -71,7 +70,7 @@ def reported_refusal(payment_id: str, effect_key: str, *, tenant: str) -> str | 
         return connection.scalars(reported.limit(1)).first()
 
 
-def reported_refund(refund_id: str, effect_key: str, *, tenant: str) -> Row[Any] | None:
+def reported_refund(refund_id: str, effect_key: str, *, tenant: str) -> Row[str | None, str] | None:
     """The refund (`id`, `currency`) that a provider has reported as made by a call under this key, and that we have noted."""
     reported = select(Refund.provider_refund_id.label("id"), PaymentEvent.currency).join(
         PaymentEvent, (PaymentEvent.tenant == Refund.tenant) & (PaymentEvent.object_id == Refund.provider_refund_id)
@@ -86,8 +85,7 @@ def reported_refund(refund_id: str, effect_key: str, *, tenant: str) -> Row[Any]
         func.coalesce(PaymentEvent.effect_key, effect_key) == effect_key,
     )
     with runtime_of(app).transaction(tenant) as connection:
-        made: Row[Any] | None = connection.execute(reported.limit(1)).first()
-    return made
+        return connection.execute(reported.limit(1)).first()
 
 
 def reported_refund_failure(refund_id: str, effect_key: str, *, tenant: str) -> str | None:

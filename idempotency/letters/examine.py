@@ -106,6 +106,7 @@ def examine(app: Celery, message: Message) -> Examined:
         times = {name: _time(app, headers[name]) for name in ("eta", "expires") if headers.get(name) is not None}
         hard, soft = headers.get("timelimit") or (None, None)
         float(hard or 0), float(soft or 0)
+        _check_stamps(headers)
     except (ValueError, TypeError, AttributeError, OverflowError):
         return Examined("invalid_header")
     if not isinstance(task, IdempotentTask):
@@ -176,6 +177,13 @@ def _time(app: Celery, value: Any) -> datetime:
     time: datetime = maybe_make_aware(maybe_iso8601(value), app.timezone)
     time.timestamp()
     return time
+
+
+def _check_stamps(headers: Mapping[str, Any]) -> None:
+    """Celery looks each up when the pool has room, where nothing catches what that raises. Raises `TypeError`."""
+    names, stamps = headers.get("stamped_headers") or [], headers.get("stamps") or {}
+    if not (isinstance(names, list) and isinstance(stamps, dict) and all(isinstance(name, str) for name in names)):
+        raise TypeError("stamped_headers")
 
 
 def _named(task: IdempotentTask, payload: Any, headers: Mapping[str, Any]) -> Examined:

@@ -103,7 +103,7 @@ class Journal:
     def effects(self) -> dict[str, dict[str, Any]]:
         """The effects, as the record of another operation has them."""
         return {
-            row.name: {**row.entry, "position": row.position, "begun_at": row.begun_at}
+            row.name: {"begun_at": row.begun_at, **row.entry, "position": row.position}
             for row in self._rows
             if row.kind == "effect" and row.entry is not None
         }

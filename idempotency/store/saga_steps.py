@@ -92,14 +92,16 @@ WITH {SETTINGS}, {_HELD}, recorded AS (
 SELECT 1 / count(*) FROM recorded
 """
 
+# When it was called, by the clock alone: how old a call in doubt is decides whether it may be repeated.
+_CALLED_AT = "%(entry)s::jsonb || jsonb_build_object('begun_at', extract(epoch FROM clock_timestamp())::float8)"
 _BEGIN_EFFECT = f"""
 WITH {_HELD}
 INSERT INTO idempotency.saga_steps {_COLUMNS}
-{_VALUES}
+{_VALUES.replace("%(entry)s::jsonb", _CALLED_AT)}
 ON CONFLICT (saga_id, generation, position) DO UPDATE
 SET state = 'begun', entry = saga_steps.entry || excluded.entry, begun_at = excluded.begun_at, ended_at = NULL
 WHERE saga_steps.state = 'not_happened'
-RETURNING extract(epoch FROM begun_at)::float8
+RETURNING (entry ->> 'begun_at')::float8
 """
 
 # An outcome is recorded even if the saga is being undone by now: what has happened has to be known.

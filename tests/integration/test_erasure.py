@@ -14,6 +14,7 @@ from sqlalchemy.exc import IntegrityError
 from idempotency import FingerprintMismatch, IdempotentTask, OperationFailed, PermanentError, lookup
 from idempotency.application import runtime_of
 from idempotency.errors import ChangeRefused, OperationNotFound, ReplayRefused, ResultErased
+from idempotency.letters.consumer import DeadLetterConsumer
 from idempotency.operate import discard
 from idempotency.operate.change import Change
 from idempotency.operate.erase import erase
@@ -21,11 +22,14 @@ from idempotency.operate.people import Person
 from idempotency.operate.replay import replay
 from idempotency.store import dead_letters, erasure
 from idempotency.upkeep import maintenance
+from idempotency.wire.message import KEY_HEADER, TENANT_HEADER
 from tests.support import operations as op
 from tests.support.commands import runner
+from tests.support.dead_messages import headers, publish
 from tests.support.deliveries import Deliveries, deliver_row
 from tests.support.dump import holding
 from tests.support.operators import act, snapshot
+from tests.support.processes import eventually
 from tests.support.tasks import enqueued
 
 CANARY = "canary-7f3a"
@@ -215,3 +219,28 @@ def test_the_command_erases_once_and_says_what(
     assert again["operations"] == [{"tenant": "default", "task": "tests.greet", "key": "p1"}]
     assert connection.execute(text("SELECT count(*) FROM idempotency.audit")).scalar_one() == 1
     assert CANARY not in json.dumps(run("show", "p1", "--task", "greet", "--json").document)
+
+
+def test_a_letter_whose_task_is_in_its_headers_alone_is_in_the_way_and_erased(
+    bank: Celery, deliveries: Deliveries, connection: Connection, greet: Any, consumer: DeadLetterConsumer
+) -> None:
+    """No worker could run the copy, so nothing else says whose it is."""
+    carry_out(connection, deliveries, greet, "p1")
+    consumer.run_once()
+    sent = headers(task=greet.name, timelimit="soon", **{KEY_HEADER: "p1", TENANT_HEADER: "default"})
+    death = {"x-death": [{"queue": bank.conf.task_default_queue, "reason": "rejected"}]}
+    publish(
+        bank,
+        json.dumps([["p1", CANARY], {}, {}]),
+        queue=f"{bank.conf.task_default_queue}-dead",
+        headers=sent | death,
+    )
+    eventually(lambda: (consumer.run_once() and False) or len(op.dead_letters(connection)) == 1)
+    (letter,) = op.dead_letters(connection)
+    assert (letter.task, letter.header_task, letter.status) == (None, greet.name, "open")
+    id = op.operation(greet, "p1")
+    with pytest.raises(ChangeRefused, match=f"dead letter {letter.id} is open"):
+        erase(bank, id, ASKED)
+    connection.execute(text("UPDATE idempotency.dead_letters SET status = 'discarded', closed_at = now()"))
+    erase(bank, id, ASKED)
+    assert holding(connection.engine, CANARY) == set()

@@ -14,6 +14,7 @@ from idempotency.errors import CallFailed, ReplayRefused
 from idempotency.operate import saga as operate
 from idempotency.operate.replay import replay
 from idempotency.sagas import call, saga
+from idempotency.store import letters, saga_changes, sagas
 from idempotency.upkeep import maintenance
 from tests.sagas.application import enter, entering
 from tests.sagas.conftest import Stage
@@ -162,3 +163,80 @@ def test_undone_by_hand_and_a_replay_of_its_letter_wait_for_each_other_in_one_or
         thread.join(20)
     assert "DeadlockDetected" not in errors
     assert len(errors) <= 1  # the one that came second was told so
+
+
+def test_a_call_in_doubt_is_as_old_as_the_present_clock_says(
+    stage: Stage,
+) -> None:
+    """After a failover from a server whose clock was ahead: what is recorded later has to say so, and is no older for it."""
+    keys: list[str] = []
+
+    def charge(*, idempotency_key: str) -> str:
+        keys.append(idempotency_key)
+        raise OSError("no answer")
+
+    @saga("parent", key="{id}", app=stage.app, max_attempts=9)
+    def parent(saga: Any, id: str) -> Any:
+        saga.step("first", enter, "first")
+        saga.sleep(60)
+        saga.effect("charge", charge)
+
+    stage.enqueue(parent, "r1")
+    stage.run()
+    with stage.engine.connect() as connection:  # what the former server, an hour ahead, has noted
+        connection.execute(
+            text("UPDATE idempotency.saga_steps SET ended_at = ended_at + interval '1 hour' WHERE kind = 'step'")
+        )
+    stage.pass_time(61)
+    stage.deliver()
+    assert len(keys) == 1
+    with stage.engine.connect() as connection:  # a day and a minute pass
+        connection.execute(
+            text(
+                "UPDATE idempotency.saga_steps SET entry = jsonb_set(entry, '{begun_at}',"
+                " to_jsonb((entry ->> 'begun_at')::float8 - 86460)) WHERE kind = 'effect'"
+            )
+        )
+    stage.pass_time(3600)
+    stage.deliver()
+    assert len(keys) == 1  # `provider_key_retention` is 24 hours: the provider would take it for a new call
+
+
+FILL = """
+INSERT INTO idempotency.dead_letters (source, tenant, task, key, generation, fingerprint, reason, payload, last_error, attempts, failed_at,
+    status, closed_at)
+SELECT 'operation', 'default', 'other', 'k' || n, 1, 'v2:' || repeat('0', 64), 'x', 'm', '{}', 1, clock_timestamp(),
+    'replayed', clock_timestamp()
+FROM generate_series(1, 50000) n
+"""
+
+
+@pytest.mark.parametrize("which", ["store a failure", "end of a saga", "replay", "undone by hand"])
+def test_closed_letters_of_an_operation_are_found_by_an_index(stage: Stage, which: str) -> None:
+    of = {"tenant": "default", "task": "t", "key": "k"}
+    names: dict[str, Any] = {**of, "generation": 1, "fingerprint": "v2:" + "1" * 64, "queue": "q", "service": "s"}
+    names |= {
+        "reason": "r",
+        "last_error": "{}",
+        "attempts": 1,
+        "headers": "{}",
+        "message": "",
+        "letter": 1,
+        "saga": "p r1",
+    }
+    statements = {
+        "store a failure": letters._STORE,
+        "end of a saga": sagas._CLOSE_LETTERS,
+        "replay": saga_changes._USED_BY,
+        "undone by hand": letters._CLOSE_UNDONE,
+    }
+    with stage.engine.connect() as connection:
+        connection.execute(text(FILL))
+        connection.exec_driver_sql("ANALYZE idempotency.dead_letters")
+        if which == "end of a saga":
+            names["saga"] = "00000000-0000-0000-0000-000000000000"
+        if which == "replay":
+            (names["letter"],) = connection.exec_driver_sql("SELECT min(id) FROM idempotency.dead_letters").scalars()
+        rows = connection.exec_driver_sql("EXPLAIN " + statements[which], names).scalars()
+        plan = "\n".join(rows)
+    assert "Seq Scan on dead_letters" not in plan

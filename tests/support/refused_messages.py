@@ -38,6 +38,7 @@ REFUSED: dict[str, tuple[str | bytes, dict[str, Any], str]] = {
     "expired": (BODY, {"headers": headers(expires=PAST)}, "expired"),
     "no time": (BODY, {"headers": headers(eta="soon")}, "invalid_header"),
     "no time limit": (BODY, {"headers": headers(timelimit=5)}, "invalid_header"),
+    "odd stamps": (BODY, {"headers": headers(stamped_headers=[{"a": 1}])}, "invalid_header"),
     "no headers": (BODY, {"headers": headers(headers="none")}, "invalid_header"),
     "a NUL in a header": (BODY, {"headers": headers(task="bank.\0", id="\0")}, "unknown_task"),
 }

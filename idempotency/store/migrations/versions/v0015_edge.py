@@ -207,12 +207,17 @@ UNSENT = """
 CREATE INDEX CONCURRENTLY dead_letters_unsent ON idempotency.dead_letters (consumer_service, reason, id)
     WHERE alerted_at IS NULL AND alert_logged_at IS NOT NULL AND status = 'open'
 """
+# Closed letters, too, say what a saga has made of an operation. Takes the place of `dead_letters_operation`.
+OF_OPERATION = """
+CREATE INDEX CONCURRENTLY dead_letters_of_operation ON idempotency.dead_letters (tenant, task, key)
+"""
 
 
 def upgrade() -> None:
     op.execute(ALERTS)
-    for index in (UNLOGGED, UNSENT):
+    for index in (UNLOGGED, UNSENT, OF_OPERATION):
         create_index(index.strip())  # commits what precedes it, which may be run again
+    op.execute("DROP INDEX idempotency.dead_letters_operation")
     op.execute(WEBHOOKS)
     # a running operation was told that what it waits for is known
     op.execute("ALTER TABLE idempotency.records ADD COLUMN woken boolean NOT NULL DEFAULT false")
@@ -242,6 +247,9 @@ def downgrade() -> None:
     """)
     op.execute("ALTER TABLE idempotency.dead_letters DROP COLUMN is_undone")
     op.execute("ALTER TABLE idempotency.records DROP COLUMN woken")
-    op.execute("DROP INDEX idempotency.dead_letters_unlogged, idempotency.dead_letters_unsent")
+    op.execute("""
+        DROP INDEX idempotency.dead_letters_unlogged, idempotency.dead_letters_unsent, idempotency.dead_letters_of_operation;
+        CREATE INDEX dead_letters_operation ON idempotency.dead_letters (tenant, task, key) WHERE status = 'open'
+    """)
     op.execute("ALTER TABLE idempotency.dead_letters DROP COLUMN alert_logged_at")
     op.execute("ALTER TABLE idempotency.outbox DROP COLUMN alert_logged_at")
