@@ -88,8 +88,8 @@ def return_failed(session: Session, operation: Operation, error: PermanentError)
         return
     if row.status not in OPEN:
         # the buyer was told that the goods come back, and then it was cancelled
-        is_kept = row.status == REJECTED and is_void(session, row.id, RESHIP, tenant=row.tenant)
-        _tell_late(session, row, [RESHIP_VOID] * is_kept)
+        if row.status == REJECTED and is_void(session, row.id, RESHIP, tenant=row.tenant):
+            _tell_late(session, row, [RESHIP_VOID])
         return
     done = _done(session, row, error.code)
     note_void(session, row.id, tenant=row.tenant)
@@ -98,7 +98,8 @@ def return_failed(session: Session, operation: Operation, error: PermanentError)
     if error.code == BY_A_PERSON and row.status in (REQUESTED, LABELLED) and not was_collected:
         row.status, row.problem = CANCELLED, error.code
         publish(session, "return.cancelled", {**_told(row), "problem": error.code}, tenant=row.tenant, app=app)
-        _tell_late(session, row, [LATE_INSPECTION] * row.is_inspected)
+        if row.is_inspected:
+            _tell_late(session, row, [LATE_INSPECTION])
     else:
         _escalate(session, row, [error.code, *done])
 
@@ -109,7 +110,9 @@ def _done(session: Session, row: Return, code: str) -> list[str]:
     if row.refund_id is not None:
         became = withdraw(session, row.refund_id, code, tenant=row.tenant)
         done += {"refunded": [ALREADY_REFUNDED], "unknown": [REFUND_FAILED]}.get(became, [])
-    return done + [ALREADY_BOOKED] * is_taken_back(session, row.order_id, tenant=row.tenant)
+    if is_taken_back(session, row.order_id, tenant=row.tenant):
+        done.append(ALREADY_BOOKED)
+    return done
 
 
 @saga(
@@ -162,7 +165,9 @@ def process_return(saga: SagaTask, return_id: str) -> Any:
     failing = []
     if rest["amount"] > 0:
         failing = _failing(REFUND_FAILED, saga, refund_payment, refund_id, is_reserved=True, **owned(saga.tenant))
-    if problems := [*problems, *(failing or [REFUND_FAILED] * rest["is_in_doubt"])]:
+    if rest["is_in_doubt"] and not failing:
+        failing = [REFUND_FAILED]
+    if problems := [*problems, *failing]:
         return saga.step("escalate", escalate, return_id, problems, **mine)
     return saga.step("refunded", refunded, return_id, rest["amount"], **mine)
 
@@ -192,7 +197,8 @@ def abort(session: Session, return_id: str, code: str, *, tenant: str = DEFAULT)
     row = _locked(session, return_id, tenant)
     row.status, row.problem = ABORTED, code
     publish(session, "return.aborted", {**_told(row), "problem": code}, tenant=tenant, app=app)
-    _tell_late(session, row, [LATE_INSPECTION] * row.is_inspected)
+    if row.is_inspected:
+        _tell_late(session, row, [LATE_INSPECTION])
     return _result(row)
 
 
@@ -281,8 +287,11 @@ def note(self: IdempotentTask, event: dict[str, Any]) -> None:
 
 def _escalate(session: Session, row: Return, problems: list[str]) -> None:
     """Under the lock of the row: what was noted and not used is late; what comes from now on, `note` finds late."""
-    unused = [LATE_PARCEL] * (row.is_collected and row.status in (REQUESTED, LABELLED))
-    unused += [LATE_INSPECTION] * (row.is_inspected and row.status != INSPECTED)
+    unused = []
+    if row.is_collected and row.status in (REQUESTED, LABELLED):
+        unused.append(LATE_PARCEL)
+    if row.is_inspected and row.status != INSPECTED:
+        unused.append(LATE_INSPECTION)
     row.status, row.problem = ESCALATED, ", ".join(problems)
     told = {**_told(row), "problem": row.problem, "problems": problems}
     publish(session, "return.escalated", told, tenant=row.tenant, app=app)
