@@ -231,6 +231,8 @@ def test_another_requests_letter_is_discarded_while_the_operation_runs(
     letter = unpublishable(bank, connection)
     op.started(connection, id, fingerprint="v1:another request")
     discard_letter(bank, letter.id)
+    (found,) = op.dead_letters(connection)
+    assert (found.id, found.status) == (letter.id, "discarded")
 
 
 # ---------------------------------------------------------------- what a letter says and stops
