@@ -98,7 +98,7 @@ def _report(name: str, body: bytes, headers: Mapping[str, str], secrets: list[st
 
 
 def _settled(report: Report) -> str:
-    if report.payment_id is None and report.gateway == STRIPE:  # a dispute, or what somebody did at the provider's site
+    if report.payment_id is None and report.gateway == STRIPE:  # a dispute, or a change made at the provider's site
         found = gateway.charge(report.charge_id)
         if found is not None:
             report = replace(report, tenant=found.tenant, payment_id=found.name)

@@ -34,11 +34,11 @@ CAME_TO_NOTHING = (REJECTED, ABORTED, CANCELLED)
 NO_PICKUP, NO_INSPECTION, REFUND_FAILED = "no_pickup", "no_inspection", "refund_failed"
 GOODS_NOT_BOOKED, RESHIP_REFUSED, LABEL_NOT_VOID = "goods_not_booked", "reship_refused", "label_not_void"
 PROBLEMS = (NO_PICKUP, NO_INSPECTION, REFUND_FAILED, GOODS_NOT_BOOKED, RESHIP_REFUSED, LABEL_NOT_VOID)
-# The code of a saga that somebody has cancelled; any other code is a failure of ours.
+# The code of a saga that a person has cancelled; any other code is a failure of ours.
 BY_A_PERSON = "cancelled"
 # What was done before, and is not undone.
 ALREADY_REFUNDED, ALREADY_BOOKED = "already_refunded", "already_booked"
-# Nobody knows what became of the call.
+# What became of the call is unknown.
 IN_DOUBT = (EffectUnknown.default_code, Unfinished.default_code)
 # Seconds, for the commit of another caller: those who wait hold a thread and a connection of a server that all share.
 LONGEST_WAIT = 0.5
@@ -62,7 +62,7 @@ def submit_return(
     key = {"tenant": tenant, "id": check_id("return_id", return_id)}
     operation = OperationId(tenant, process_return.name, return_id)
     wait_at_most(session, LONGEST_WAIT)
-    # whoever returns this order waits here
+    # another return of this order waits here
     order = session.scalars(select(Order).filter_by(tenant=tenant, id=order_id).with_for_update()).one_or_none()
     if session.get(Return, key) is None:
         if order is None or order.status != "PROCESSING":
@@ -227,7 +227,7 @@ def inspected(session: Session, return_id: str, said: Any, *, tenant: str = DEFA
 def request_refund(session: Session, return_id: str, refund_id: str, *, tenant: str = DEFAULT) -> dict[str, Any]:
     """Request all that is left of the payment: what was refunded by hand is not refunded again.
 
-    A refund that is under way may still come to nothing, so it is waited for. In doubt: nobody knows whether one was made.
+    A refund that is under way may still come to nothing, so it is waited for. In doubt: it is unknown whether one was made.
     """
     row = _locked(session, return_id, tenant)
     of_order = select(Payment).filter_by(tenant=tenant, order_id=row.order_id)

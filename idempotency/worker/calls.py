@@ -59,7 +59,7 @@ TaskT = TypeVar("TaskT", bound="KeyedTask")
 ENQUEUE_OPTIONS = tuple(CallOptions.__annotations__)
 # The options of the decorator that every enqueued message gets.
 TASK_OPTIONS = ("queue", "exchange", "routing_key", "priority", "time_limit", "soft_time_limit")
-# What stands in the session's place is an argument of the task if it is one of these.
+# Never a session: the caller forgot it.
 _NO_SESSION = (type(None), str, int, float, list, tuple, dict, UUID)
 
 
