@@ -15,7 +15,7 @@ from sqlalchemy.exc import DBAPIError
 
 from idempotency.application import runtime_of
 from idempotency.errors import IdempotencyError, OperationNotFound
-from idempotency.http.problems import Answer, problem
+from idempotency.http.problems import Answer, Refused, problem
 from idempotency.operate import discard
 from idempotency.operate.change import Change, check_service
 from idempotency.operate.people import Person
@@ -27,7 +27,7 @@ from idempotency.store.sweeps import is_row_error
 from tasks import app as celery
 
 from .operators import PATH
-from .problems import NOT_FOUND, Problem, documented
+from .problems import NOT_FOUND, documented
 from .schemas import BIGINT, Letters, Outcome, Refusal, Replayed
 
 # Never in an answer: they may contain customers' data. `idempotency dead-letters show --json` has them.
@@ -68,13 +68,13 @@ def show_letter(_: Operator, letter: int) -> dict[str, Any]:
     """Its operation, its errors and what became of it; without its payload."""
     runtime = runtime_of(celery)
     if not 1 <= letter <= BIGINT:
-        raise Problem(NOT_FOUND)
+        raise Refused(NOT_FOUND)
     try:
         check_service(runtime, [letter])
         with runtime.autocommit() as connection:
             fields = dead_letters.show(connection, letter)._asdict()
     except IdempotencyError:
-        raise Problem(NOT_FOUND) from None
+        raise Refused(NOT_FOUND) from None
     found: dict[str, Any] = jsonable_encoder({name: fields[name] for name in fields if name not in HIDDEN})
     return found
 
@@ -117,7 +117,7 @@ def _request_id(request: Request, letter: int) -> str | None:
 
 
 def _each(letters: Letters, work: Callable[[int], None]) -> Outcome:
-    """Do this to each letter; a refusal does not stop the others. Raises `Problem` if all were refused."""
+    """Do this to each letter; a refusal does not stop the others. Raises `Refused` if all were refused."""
     outcome, unknown = Outcome(done=[], refused=[]), 0
     for letter in letters.ids:
         try:
@@ -131,7 +131,7 @@ def _each(letters: Letters, work: Callable[[int], None]) -> Outcome:
             why = describe(error) if isinstance(error, DBAPIError) else str(error)
             outcome.refused.append(Refusal(letter=letter, why=why))
     if not outcome.done:
-        raise Problem(_all_refused(outcome, are_unknown=unknown == len(outcome.refused)))
+        raise Refused(_all_refused(outcome, are_unknown=unknown == len(outcome.refused)))
     return outcome
 
 

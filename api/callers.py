@@ -11,12 +11,12 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from idempotency.attempt.runtime import Runtime
 from idempotency.http.asgi import Application, Receive, Scope, Send
-from idempotency.http.problems import Answer, problem
+from idempotency.http.problems import Answer, Refused, problem
 from idempotency.http.recent import Recent
 from idempotency.store import tenants
 from idempotency.store.tenants import Caller
 
-from .problems import Problem, failure, unauthenticated
+from .problems import failure, unauthenticated
 
 # The scope that each route needs. Other routes are not for tenants.
 WRITES = {
@@ -119,10 +119,10 @@ def root_of(scope: Scope) -> str:
 
 
 def tenant_of(scope: Scope) -> str:
-    """The tenant of a request that has passed `Authentication`. Raises `Problem` for one that has not."""
+    """The tenant of a request that has passed `Authentication`. Raises `Refused` for one that has not."""
     caller: Caller | None = scope.get("state", {}).get("caller")
     if caller is None:
-        raise Problem(UNAUTHENTICATED)
+        raise Refused(UNAUTHENTICATED)
     return caller.tenant
 
 

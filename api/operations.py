@@ -15,6 +15,7 @@ from idempotency import Handle, OperationId
 from idempotency.application import runtime_of
 from idempotency.errors import CallRefused
 from idempotency.http.asgi import Application, Message, Receive, Scope, Send
+from idempotency.http.problems import Refused
 from idempotency.store import operations
 from idempotency.waiting import Ends
 from idempotency.wire.keys import check_key
@@ -25,7 +26,7 @@ from tasks.refunds import refund_payment
 from tasks.returns import process_return
 
 from .callers import OPERATIONS, is_write, root_of, tenant_of
-from .problems import NOT_FOUND, Problem, documented
+from .problems import NOT_FOUND, documented
 from .schemas import OperationDocument
 
 # The longest that a request is held open, in seconds: proxies give up after a minute.
@@ -79,7 +80,7 @@ async def read_operation(
         if ended and not has_ended(found):
             found = await document(id)
     if found is None:
-        raise Problem(NOT_FOUND)
+        raise Refused(NOT_FOUND)
     return found
 
 

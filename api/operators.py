@@ -13,10 +13,10 @@ from sqlalchemy.exc import SQLAlchemyError
 from starlette.concurrency import run_in_threadpool
 
 from idempotency.application import runtime_of
-from idempotency.errors import InvalidArguments, InvalidKey, NotAuthenticated
+from idempotency.errors import InvalidArguments, NotAuthenticated
 from idempotency.http.asgi import Application, Message, Receive, Scope, Send
 from idempotency.http.body import strict_json
-from idempotency.http.key import key_of
+from idempotency.http.key import checked_key
 from idempotency.http.problems import Answer, Refused, problem, refused
 from idempotency.http.request import Limits, Request, read
 from idempotency.operate import people
@@ -95,7 +95,7 @@ class Operators:
             if seconds := _limits(scope).by_operator.take(person.name):
                 raise Refused(too_many(seconds))
             state = scope.setdefault("state", {})
-            state["operator"], state["key"] = person, _key(scope)
+            state["operator"], state["key"] = person, checked_key(scope)
             if scope["method"] == "POST":
                 request = await read(scope, receive, LIMITS)
                 if request is None:
@@ -142,13 +142,6 @@ def _authenticate(scope: Scope) -> Person:
         with runtime.autocommit() as connection:
             caller = None if token is None else tenants.authenticate(connection, token)
         raise Refused(UNAUTHENTICATED if caller is None else NOT_ALLOWED) from None
-
-
-def _key(scope: Scope) -> str | None:
-    try:
-        return key_of(scope["headers"])
-    except InvalidKey as error:
-        raise refused(400, "idempotency_key_invalid", "Idempotency-Key is malformed", str(error)) from None
 
 
 def _check_json(request: Request) -> None:

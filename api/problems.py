@@ -12,7 +12,7 @@ from starlette.exceptions import HTTPException
 
 from idempotency.http.answers import unavailable
 from idempotency.http.fastapi import as_response
-from idempotency.http.problems import Answer, problem
+from idempotency.http.problems import Answer, Refused, problem
 from idempotency.observe.logs import log
 from idempotency.store import statements
 
@@ -65,14 +65,6 @@ def failure(error: SQLAlchemyError) -> Answer:
     return MISCONFIGURED
 
 
-class Problem(Exception):
-    """Raised by an endpoint that answers with a problem."""
-
-    def __init__(self, answer: Answer) -> None:
-        super().__init__(answer.status)
-        self.answer = answer
-
-
 def unauthenticated(title: str, detail: str) -> Answer:
     """401, asking for a bearer token."""
     return problem(401, "unauthenticated", title, detail, headers=((b"www-authenticate", b"Bearer"),))
@@ -88,7 +80,7 @@ def install(app: FastAPI) -> None:
     """Answer with problem documents only."""
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _refused)
-    app.add_exception_handler(Problem, lambda _, error: as_response(error.answer))
+    app.add_exception_handler(Refused, lambda _, error: as_response(error.answer))
     app.add_exception_handler(SQLAlchemyError, _failed)
 
 

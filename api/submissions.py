@@ -9,7 +9,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from idempotency.http.fastapi import AttemptSession, CurrentAttempt
-from idempotency.http.problems import problem
+from idempotency.http.problems import refused
 from idempotency.wire.keys import OperationId
 from tasks.checkout import submit_order
 from tasks.payments import capture_payment, submit_payment
@@ -19,7 +19,7 @@ from tasks.validation import NotReturnable, Taken
 
 from .callers import root_of
 from .operations import address
-from .problems import Problem, documented
+from .problems import documented
 from .schemas import Accepted, AcceptedOrder, NewOrder, NewPayment, NewRefund, NewReturn
 
 KEY = {
@@ -93,7 +93,7 @@ def create_return(
         with _refused_if_taken("Idempotency-Key: is the id of another return"):
             handle = submit_return(session, tenant=attempt.tenant, return_id=attempt.key, **wanted.model_dump())
     except NotReturnable as error:
-        raise Problem(problem(409, "not_returnable", "This order cannot be returned", str(error))) from None
+        raise refused(409, "not_returnable", "This order cannot be returned", str(error)) from None
     return Accepted(id=handle.id.key, operation=_located(request, response, handle.id))
 
 
@@ -107,4 +107,4 @@ def _refused_if_taken(detail: str) -> Iterator[None]:
     try:
         yield
     except Taken:
-        raise Problem(problem(409, "already_used", "This was used before, for something else", detail)) from None
+        raise refused(409, "already_used", "This was used before, for something else", detail) from None

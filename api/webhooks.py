@@ -20,14 +20,14 @@ import celeryconfig
 from idempotency import Defer
 from idempotency.application import runtime_of
 from idempotency.http.fastapi import as_response
-from idempotency.http.problems import problem
+from idempotency.http.problems import Refused, refused
 from tasks import app, settlement
 from tasks.gateway import GatewayError
 from tasks.outside import gateway
 from tasks.reports import STANDARD, STRIPE, Malformed, Report, of_standard, of_stripe
 from tasks.signatures import NotSigned, check_standard, check_stripe
 
-from .problems import Problem, failure
+from .problems import failure
 
 # Bytes. The largest events of Stripe have some tens of thousands.
 LONGEST_BODY = 256 * 1024
@@ -56,19 +56,15 @@ async def payment(request: Request) -> Response:
 async def _received(name: str, request: Request) -> Response:
     secrets = _secrets(name)
     if not secrets:
-        raise _counted(
-            name, "refused", Problem(problem(404, "not_found", "There is no webhook here", "none is set up"))
-        )
+        raise _counted(name, "refused", refused(404, "not_found", "There is no webhook here", "none is set up"))
     body = await _body(name, request)
     try:
         report = _report(name, body, request.headers, secrets)
     except NotSigned as error:
-        raise _counted(
-            name, "refused", Problem(problem(401, "not_signed", "The signature is not valid", str(error)))
-        ) from None
+        raise _counted(name, "refused", refused(401, "not_signed", "The signature is not valid", str(error))) from None
     except Malformed as error:
         raise _counted(
-            name, "malformed", Problem(problem(400, "bad_request", "The event is not as documented", str(error)))
+            name, "malformed", refused(400, "bad_request", "The event is not as documented", str(error))
         ) from None
     outcome = "ignored"
     if report is not None:
@@ -88,8 +84,8 @@ async def _body(name: str, request: Request) -> bytes:
     async for part in request.stream():
         body += part
         if len(body) > LONGEST_BODY:
-            too_long = problem(413, "too_large", "The body is too long", f"body: at most {LONGEST_BODY} bytes")
-            raise _counted(name, "refused", Problem(too_long))
+            too_long = refused(413, "too_large", "The body is too long", f"body: at most {LONGEST_BODY} bytes")
+            raise _counted(name, "refused", too_long)
     return body
 
 
@@ -102,7 +98,7 @@ def _report(name: str, body: bytes, headers: Mapping[str, str], secrets: list[st
 
 
 def _settled(report: Report) -> str:
-    if report.payment_id is None and report.gateway == STRIPE:  # a dispute, or what somebody did at the provider's site
+    if report.payment_id is None and report.gateway == STRIPE:  # a dispute, or a change made at the provider's site
         found = gateway.charge(report.charge_id)
         if found is not None:
             report = replace(report, tenant=found.tenant, payment_id=found.name)
@@ -118,6 +114,6 @@ def _secrets(name: str) -> list[str]:
     return [secret for each in given.get_secret_value().split(",") if (secret := each.strip())]
 
 
-def _counted(name: str, outcome: str, error: Problem) -> Problem:
+def _counted(name: str, outcome: str, error: Refused) -> Refused:
     webhooks.labels(name, outcome).inc()
     return error

@@ -226,7 +226,6 @@ def _held(connection: Connection) -> list[Claimed]:
             row.generation,
             0.0,
             {},
-            False,
         )
         for row in rows
     ]

@@ -119,7 +119,7 @@ def measure(database: Engine, *, rounds: int, waiting: int = WAITING, woken: int
 
 @contextmanager
 def _empty_application(beside: Engine) -> Iterator[Celery]:
-    """The same application in a database of its own on the same server."""
+    """The same application in another database on the same server."""
     server, name = beside.url.render_as_string(hide_password=False), f"alone_{secrets.token_hex(4)}"
     address = create_database(server, name)
     engine = create_engine(address, isolation_level="AUTOCOMMIT")

@@ -1,7 +1,7 @@
 """A saga of ten database steps beside a DBOS workflow of ten, in turns, on the same database.
 
 Both run in threads of this process, accepted in a commit first: ours is written to the outbox and then delivered as Celery
-hands a message to a thread of its pool; DBOS is called, which begins with a commit of its own, and with which it has its
+hands a message to a thread of its pool; DBOS is called, which begins with its own commit, and with which it has its
 highest throughput. So neither the relay and the broker nor DBOS's queue is measured. Both insert the same rows under the
 same isolation level, each in one commit with what is recorded of the step.
 """

@@ -188,7 +188,7 @@ class Returns:
         self.done["cancelled by a person"] += 1
 
     def let_time_pass(self, id: str) -> None:
-        """Nobody collects the parcel: the saga's deadline is moved to now, in its rows."""
+        """The parcel is never collected: the saga's deadline is moved to now, in its rows."""
         about = {"saga": process_return.name, "key": id}
         with self._people.begin() as connection:
             saga = connection.execute(_LOCKED, about).scalar_one()

@@ -95,7 +95,7 @@ class InvalidArguments(CallRefused, TypeError):
 
 
 class Misuse(InvalidArguments):
-    """A saga's code uses the saga as it cannot be used. The saga stops, with nothing undone, until other code is deployed."""
+    """A saga's code broke a rule of the saga API. The saga stops, with nothing undone, until other code is deployed."""
 
 
 class PermanentError(IdempotencyError):

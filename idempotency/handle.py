@@ -108,7 +108,7 @@ class Handle(Generic[R_co]):
     def wake(self, session: Caller) -> None:
         """Let an operation that waits for a provider (`Undecided`) ask again, once the session commits.
 
-        For whoever hears of the provider's decision, like a webhook. One that runs at this moment asks once more if it
+        For the code that learns of the provider's decision, such as a webhook. One that runs at this moment asks once more if it
         finds nothing decided; one that has ended or is not known stays as it is. Returns nothing, also not whether one waits:
         read `status` for that. Raises `InvalidArguments` if the session is none.
         """

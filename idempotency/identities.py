@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 Role = Literal["operator", "admin"]
 # What the claim with a person's groups has to contain, the more first.
 GROUPS: dict[str, Role] = {"idempotency-admin": "admin", "idempotency-operator": "operator"}
-# Those with a public key: with one that is shared, whoever checks tokens could make them.
+# Those with a public key: with a shared one, any service that checks tokens could make them.
 ALGORITHMS = ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA")
 # Seconds for which clocks may differ, for which the issuer's answer is waited for, and for which its keys are kept.
 LEEWAY, PATIENCE, KEPT = 30.0, 5.0, 300.0

@@ -64,7 +64,7 @@ def request_cancellation(session: Session, *, checkout_session_id: str, tenant: 
 
 
 def _told(checkout: Checkout) -> dict[str, Any]:
-    # the whole order, so that whoever hears of it needs nobody's tables
+    # the whole order, so that no consumer needs another service's tables
     return {
         "order_id": checkout.order_id,
         "checkout_session_id": checkout.checkout_session_id,

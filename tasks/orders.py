@@ -33,7 +33,7 @@ def place_order(self: IdempotentTask, event: Event) -> None:
 
 @subscribe("stock.confirmed", consumer="orders", app=app)
 def request_payment(self: IdempotentTask, event: Event) -> None:
-    """Its goods are set aside, so it may be charged: nobody pays for something that is out of stock."""
+    """Its goods are set aside, so it may be charged: no one pays for what is out of stock."""
     order = _order(self.session, event["data"], tenant=self.tenant)
     if order is not None and order.status == PENDING_PAYMENT and not order.payment_requested:
         order.payment_requested = True
@@ -48,7 +48,7 @@ def mark_paid(self: IdempotentTask, event: Event) -> None:
 
 @subscribe("stock.reserved", consumer="orders", app=app)
 def process_order(self: IdempotentTask, event: Event) -> None:
-    """PROCESSING: paid, and its goods are its own."""
+    """PROCESSING: paid and reserved."""
     order = _known(self.session, event["data"], tenant=self.tenant)
     if order.status == PENDING_PAYMENT:
         raise Defer(PAUSE, f"order {order.id}: reserved, and not known to be paid yet")

@@ -252,7 +252,7 @@ def _enqueue(session: Session, payment: Payment) -> None:
 
 def _refund_cancelled(session: Session, payment: Payment) -> None:
     """Give back what is left of a captured payment whose order is cancelled; once, in the commit that finds out."""
-    # an id that nobody can have used before: this must not fail
+    # an id that cannot have been used before: this must not fail
     refund_id, tenant = f"cancelled-{uuid4().hex}", payment.tenant
     if request_rest(session, payment, refund_id=refund_id, reason="order cancelled") > 0:
         refund_payment.enqueue(session, refund_id=refund_id, is_reserved=True, tenant=tenant, **owned(tenant))

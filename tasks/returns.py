@@ -34,11 +34,11 @@ CAME_TO_NOTHING = (REJECTED, ABORTED, CANCELLED)
 NO_PICKUP, NO_INSPECTION, REFUND_FAILED = "no_pickup", "no_inspection", "refund_failed"
 GOODS_NOT_BOOKED, RESHIP_REFUSED, LABEL_NOT_VOID = "goods_not_booked", "reship_refused", "label_not_void"
 PROBLEMS = (NO_PICKUP, NO_INSPECTION, REFUND_FAILED, GOODS_NOT_BOOKED, RESHIP_REFUSED, LABEL_NOT_VOID)
-# The code of a saga that somebody has cancelled; any other code is a failure of ours.
+# The code of a saga that a person has cancelled; any other code is a failure of ours.
 BY_A_PERSON = "cancelled"
 # What was done before, and is not undone.
 ALREADY_REFUNDED, ALREADY_BOOKED = "already_refunded", "already_booked"
-# Nobody knows what became of the call.
+# What became of the call is unknown.
 IN_DOUBT = (EffectUnknown.default_code, Unfinished.default_code)
 # Seconds, for the commit of another caller: those who wait hold a thread and a connection of a server that all share.
 LONGEST_WAIT = 0.5
@@ -62,7 +62,7 @@ def submit_return(
     key = {"tenant": tenant, "id": check_id("return_id", return_id)}
     operation = OperationId(tenant, process_return.name, return_id)
     wait_at_most(session, LONGEST_WAIT)
-    # whoever returns this order waits here
+    # another return of this order waits here
     order = session.scalars(select(Order).filter_by(tenant=tenant, id=order_id).with_for_update()).one_or_none()
     if session.get(Return, key) is None:
         if order is None or order.status != "PROCESSING":
@@ -88,8 +88,8 @@ def return_failed(session: Session, operation: Operation, error: PermanentError)
         return
     if row.status not in OPEN:
         # the buyer was told that the goods come back, and then it was cancelled
-        is_kept = row.status == REJECTED and is_void(session, row.id, RESHIP, tenant=row.tenant)
-        _tell_late(session, row, [RESHIP_VOID] * is_kept)
+        if row.status == REJECTED and is_void(session, row.id, RESHIP, tenant=row.tenant):
+            _tell_late(session, row, [RESHIP_VOID])
         return
     done = _done(session, row, error.code)
     note_void(session, row.id, tenant=row.tenant)
@@ -98,7 +98,8 @@ def return_failed(session: Session, operation: Operation, error: PermanentError)
     if error.code == BY_A_PERSON and row.status in (REQUESTED, LABELLED) and not was_collected:
         row.status, row.problem = CANCELLED, error.code
         publish(session, "return.cancelled", {**_told(row), "problem": error.code}, tenant=row.tenant, app=app)
-        _tell_late(session, row, [LATE_INSPECTION] * row.is_inspected)
+        if row.is_inspected:
+            _tell_late(session, row, [LATE_INSPECTION])
     else:
         _escalate(session, row, [error.code, *done])
 
@@ -109,7 +110,9 @@ def _done(session: Session, row: Return, code: str) -> list[str]:
     if row.refund_id is not None:
         became = withdraw(session, row.refund_id, code, tenant=row.tenant)
         done += {"refunded": [ALREADY_REFUNDED], "unknown": [REFUND_FAILED]}.get(became, [])
-    return done + [ALREADY_BOOKED] * is_taken_back(session, row.order_id, tenant=row.tenant)
+    if is_taken_back(session, row.order_id, tenant=row.tenant):
+        done.append(ALREADY_BOOKED)
+    return done
 
 
 @saga(
@@ -162,7 +165,9 @@ def process_return(saga: SagaTask, return_id: str) -> Any:
     failing = []
     if rest["amount"] > 0:
         failing = _failing_to_refund(saga, refund_id)
-    if problems := [*problems, *(failing or [REFUND_FAILED] * rest["is_in_doubt"])]:
+    if rest["is_in_doubt"] and not failing:
+        failing = [REFUND_FAILED]
+    if problems := [*problems, *failing]:
         return saga.step("escalate", escalate, return_id, problems, **mine)
     return saga.step("refunded", refunded, return_id, rest["amount"], **mine)
 
@@ -182,7 +187,7 @@ def _failing_to_refund(saga: SagaTask, refund_id: str) -> list[str]:
         became = saga.call(refund_payment, refund_id, is_reserved=True, **owned(saga.tenant))
     except CallFailed:
         return [REFUND_FAILED]
-    return [REFUND_FAILED] * (became["status"] != "refunded")
+    return [] if became["status"] == "refunded" else [REFUND_FAILED]
 
 
 # ---------------------------------------------------------------- its steps
@@ -201,7 +206,8 @@ def abort(session: Session, return_id: str, code: str, *, tenant: str = DEFAULT)
     row = _locked(session, return_id, tenant)
     row.status, row.problem = ABORTED, code
     publish(session, "return.aborted", {**_told(row), "problem": code}, tenant=tenant, app=app)
-    _tell_late(session, row, [LATE_INSPECTION] * row.is_inspected)
+    if row.is_inspected:
+        _tell_late(session, row, [LATE_INSPECTION])
     return _result(row)
 
 
@@ -230,7 +236,7 @@ def inspected(session: Session, return_id: str, said: Any, *, tenant: str = DEFA
 def request_refund(session: Session, return_id: str, refund_id: str, *, tenant: str = DEFAULT) -> dict[str, Any]:
     """Request all that is left of the payment: what was refunded by hand is not refunded again.
 
-    A refund that is under way may still come to nothing, so it is waited for. In doubt: nobody knows whether one was made.
+    A refund that is under way may still come to nothing, so it is waited for. In doubt: it is unknown whether one was made.
     """
     row = _locked(session, return_id, tenant)
     of_order = select(Payment).filter_by(tenant=tenant, order_id=row.order_id)
@@ -290,8 +296,11 @@ def note(self: IdempotentTask, event: dict[str, Any]) -> None:
 
 def _escalate(session: Session, row: Return, problems: list[str]) -> None:
     """Under the lock of the row: what was noted and not used is late; what comes from now on, `note` finds late."""
-    unused = [LATE_PARCEL] * (row.is_collected and row.status in (REQUESTED, LABELLED))
-    unused += [LATE_INSPECTION] * (row.is_inspected and row.status != INSPECTED)
+    unused = []
+    if row.is_collected and row.status in (REQUESTED, LABELLED):
+        unused.append(LATE_PARCEL)
+    if row.is_inspected and row.status != INSPECTED:
+        unused.append(LATE_INSPECTION)
     row.status, row.problem = ESCALATED, ", ".join(problems)
     told = {**_told(row), "problem": row.problem, "problems": problems}
     publish(session, "return.escalated", told, tenant=row.tenant, app=app)

@@ -75,7 +75,7 @@ def restock(self: IdempotentTask, return_id: str, order_id: str) -> dict[str, in
 
 @app.task(base=IdempotentTask, bind=True, name="warehouse.quarantine")
 def quarantine(self: IdempotentTask, return_id: str, order_id: str) -> dict[str, int]:
-    """The pieces of an order have come back damaged: nobody can order them."""
+    """The pieces of an order have come back damaged: they cannot be ordered."""
     return _take_back(self.session, "quarantined", return_id, order_id, tenant=self.tenant)
 
 

@@ -34,7 +34,7 @@ from .writes import FencedWrites
 
 # An `on_failed` that kills its process must not do so forever: this many attempts after the last one, the operation
 # fails without it.
-ON_FAILED_TRIES = 5
+ON_FAILED_ATTEMPTS = 5
 
 
 class Attempt:
@@ -202,7 +202,7 @@ class Attempt:
         if not isinstance(error, EffectUnknown):
             self._ask_once_more()
         spent_at = self.claim.spent_at
-        is_too_often = spent_at is not None and self.claim.attempts >= spent_at + ON_FAILED_TRIES
+        is_too_often = spent_at is not None and self.claim.attempts >= spent_at + ON_FAILED_ATTEMPTS
         described = str(error)
         if cause is not None and cause is not error:
             described = describe(cause)

@@ -141,7 +141,7 @@ def end_for(error: BaseException, attempt: Attempt) -> Fail | Release:
             return Release(claim, seconds, error, give_back=True)
     cause = error.cause if isinstance(error, Again) else error
     if attempt.delivery.only_asked and not isinstance(error, (Again, *policy.permanent_errors)):
-        return Release(claim, 0.0, cause)  # whoever asks again decides when
+        return Release(claim, 0.0, cause)  # the caller that asks again decides when
     if _is_for_anothers_lock(cause) and claim.age + settings.lease <= settings.defer_budget:
         # Someone else's lock is not this operation's fault: a frozen holder keeps it for several leases.
         return Release(claim, random.uniform(0.0, settings.lease), cause, give_back=True)

@@ -103,7 +103,7 @@ def _run_body(attempt: Attempt, body: Body) -> Any:
 
 
 def _decided_before(ending: Ending | None, attempt: Attempt) -> Ending | None:
-    """The ending decided before a doubt, if this claim resumes the attempt that decided it. It is no other's ending."""
+    """Reuse an ending decided before a doubt only if this claim resumes that attempt."""
     if ending is None or (attempt.fails_by_running and isinstance(ending, Fail)):
         return None
     return ending if attempt.claim.resumes(ending.decided_under) else None

@@ -100,7 +100,7 @@ class Runtime:
             engine.dispose()
 
     def check_open(self) -> None:
-        """Raise `RuntimeError` if nobody would renew the lease of a claim made now."""
+        """Raise `RuntimeError` if the runtime is closed: no heartbeat would renew the claim."""
         if self.is_closed:
             raise RuntimeError("the runtime is closed: make a new one, or give a function that returns the open one")
 
@@ -153,7 +153,7 @@ class Runtime:
         return listener
 
     def _forget_idle_connections(self) -> None:
-        """One was found closed. If Postgres has restarted, all are, and each would fail a request or a body of its own."""
+        """One was found closed. If Postgres has restarted, all are, and each would fail another request or body."""
         for engine in (self.engine, self._autocommit_engine):
             engine.dispose()
 

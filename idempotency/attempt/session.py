@@ -86,7 +86,7 @@ class SessionMaker:
         self._options = {"expire_on_commit": False, **options}
 
     def of(self, engine: Engine, tenant: str) -> AttemptSession:
-        """A session with a transaction of its own, about the rows of a tenant."""
+        """A session with its own transaction, about the rows of a tenant."""
         session = self._class(**{**self._options, "bind": engine})
         session._tenant = tenant
         return session

@@ -9,7 +9,7 @@ from ..store.outbox import Lane
 from ..wire.message import Message
 
 # Characters of an error that an outbox row keeps.
-ERROR_LIMIT = 300
+REFUSAL_LIMIT = 300
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class Refusal:
 
     @classmethod
     def by(cls, error: Exception, *, own: bool, is_missing_exchange: bool = False) -> Refusal:
-        return cls(f"{type(error).__name__}: {error}"[:ERROR_LIMIT], own, is_missing_exchange)
+        return cls(f"{type(error).__name__}: {error}"[:REFUSAL_LIMIT], own, is_missing_exchange)
 
 
 @dataclass(slots=True)

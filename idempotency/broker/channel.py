@@ -176,7 +176,7 @@ def forward(connection: BrokerConnection, message: BrokerMessage, queue: str) ->
 
 
 def _counted(channel: Any, queue: str) -> InQueue:
-    """Over a broker without consumers of its own, as Redis."""
+    """Over a broker that counts no consumers, as Redis."""
     try:
         return InQueue(channel.queue_declare(queue, passive=True).message_count, 0)
     except ChannelError:  # kombu's own, for every queue that does not exist

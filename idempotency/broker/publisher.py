@@ -22,7 +22,7 @@ from pydantic import SecretStr
 from ..observe.crash_points import crash_point
 from ..wire.message import MARKER_HEADER, OUTBOX_HEADER, SIGNATURE_HEADER, Message
 from ..wire.signing import sign
-from .batch import ERROR_LIMIT, Published, Refusal
+from .batch import REFUSAL_LIMIT, Published, Refusal
 from .channel import BROKER_ERRORS, BrokerChannel
 
 # Bytes of the headers' frame that are not headers: the frame's own, and nine properties of at most 256 each.
@@ -199,4 +199,4 @@ class Publisher(BrokerChannel):
     def _on_return(self, error: Exception, exchange: str, routing_key: str, message: Any) -> None:
         # an unroutable message comes back before its confirm
         id = message.properties["application_headers"][OUTBOX_HEADER]
-        self._returned[id] = f"{error}"[:ERROR_LIMIT]
+        self._returned[id] = f"{error}"[:REFUSAL_LIMIT]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from celery import Celery
 
 from ..errors import SettingsError
+from ..framework import framework
 from ..identities import are_outside, known_people, source
 from ..settings import Settings
 from ..store import people
@@ -34,4 +35,5 @@ def check_operators(app: Celery, given: Settings) -> list[Finding]:
         if people.has_any(connection) is not False:
             return []
     found = f"none has a valid token, and {len(moving)} tasks move money ({moving[0]}, for one)"
-    return [warning("operators", found, "add one with `idempotency operators add`: only they can change what those do")]
+    advice = f"add one with `{framework().command} operators add`: only they can change what those do"
+    return [warning("operators", found, advice)]

@@ -158,7 +158,7 @@ def _role(connection: Connection) -> list[Finding]:
     host = driver.pgconn.host.decode()
     if host.startswith("/") or is_loopback(host):
         return [ok("database role", f"{mighty}; the database listens on this machine")]
-    advice = "it can remove what protects the audit; use a role of `idempotency migrate --roles`"
+    advice = f"it can remove what protects the audit; use a role of `{framework().command} migrate --roles`"
     return [warning("database role", mighty, advice)]
 
 

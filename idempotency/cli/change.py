@@ -15,6 +15,7 @@ from celery import Celery
 from ..application import runtime_of
 from ..attempt.effects import DidNotHappen, Happened
 from ..errors import IdempotencyError
+from ..framework import framework
 from ..operate.cancel import cancel
 from ..operate.change import Change, Shown, find, read
 from ..operate.forget import forget_process
@@ -181,7 +182,7 @@ def resolve(
         return
     _print_change("resolved", shown, as_json, effect=f"{name}; the operation ended as {code}")
     if letter is not None and not end:
-        console.print(f"to go on: idempotency dead-letters replay {letter}", highlight=False)
+        console.print(f"to go on: {framework().command} dead-letters replay {letter}", highlight=False)
     _check_rows(celery, shown)
 
 

@@ -11,7 +11,7 @@ from .terminal import plain
 
 # How a row of each kind is called; the others by their kind and name.
 _CALLED = {"wait": "wait for", "timer": "sleep", "undo": "", "seen": "seen:"}
-# Recorded when it is done, so that nobody knows how long it took.
+# Recorded when it is done, so its duration is unknown.
 _AT_ONCE = ("step", "value", "version", "seen")
 # What may stand in a label as it is. Everything else is written as an entity, because Mermaid has a meaning for some of it.
 _PLAIN = frozenset(" _-./=,()'!?")
@@ -51,7 +51,7 @@ def summary(shown: dict[str, Any]) -> Iterator[str]:
     for below in shown["called"]["stopped"]:
         yield f"{below['task']} {below['key']} has stopped: {below['stopped']}"
     if record is None:
-        yield "no operation of its own"
+        yield "not an operation"
     elif record["attempts"] and record["status"] in ("started", "released"):
         yield f"attempt {record['attempts']}"
 

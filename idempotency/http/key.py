@@ -11,6 +11,8 @@ from collections.abc import Iterable
 
 from ..errors import InvalidKey
 from ..wire.keys import check_key
+from .asgi import Scope
+from .problems import refused
 
 FIELD = "Idempotency-Key"
 _NAME = FIELD.lower().encode()
@@ -31,6 +33,14 @@ def key_of(headers: Iterable[tuple[bytes, bytes]]) -> str | None:
     # every byte is a character, so that positions are those of the header
     text = given[0].decode("latin-1").strip(_BLANKS)
     return check_key(_quoted(text) if text.startswith('"') else _bare(text), field=FIELD)
+
+
+def checked_key(scope: Scope) -> str | None:
+    """The key of a request; None if it has none. Raises `Refused`: 400."""
+    try:
+        return key_of(scope["headers"])
+    except InvalidKey as error:
+        raise refused(400, "idempotency_key_invalid", f"{FIELD} is malformed", str(error)) from None
 
 
 def _bare(text: str) -> str:

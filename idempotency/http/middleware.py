@@ -17,7 +17,7 @@ from . import options
 from .asgi import Application, Receive, Scope, Send
 from .attempt import RequestAttempt
 from .exchange import Exchange, Terms
-from .key import FIELD, key_of
+from .key import FIELD, checked_key
 from .problems import Refused, problem
 from .quota import Quotas
 from .request import Limits, Request, read
@@ -99,10 +99,7 @@ class IdempotencyMiddleware:
             await refused.answer(scope, receive, send)
 
     def _key(self, scope: Scope) -> str | None:
-        try:
-            key = key_of(scope["headers"])
-        except InvalidKey as error:
-            raise Refused(problem(400, "idempotency_key_invalid", f"{FIELD} is malformed", str(error))) from None
+        key = checked_key(scope)
         if key is None and (self._required(scope) if callable(self._required) else self._required):
             detail = f"{FIELD}: required for this request; a new one for each operation, the same when it is repeated"
             raise Refused(problem(400, "idempotency_key_missing", f"{FIELD} is missing", detail))

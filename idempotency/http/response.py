@@ -30,7 +30,7 @@ KEPT_HEADERS = frozenset(
         "location",
     )
 )
-# Kept whatever the middleware is told: without it nobody could read the body.
+# Kept whatever the middleware is told: without it the body cannot be read.
 _OF_THE_BODY = "content-encoding"
 REPLAYED = (b"idempotency-replayed", b"true")
 

@@ -22,7 +22,7 @@ PER_OPERATION = 2
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Waiting:
-    """A request that waits for a thread, on an event loop of its own."""
+    """A request that waits for a thread, on its own event loop."""
 
     id: OperationId
     loop: asyncio.AbstractEventLoop

@@ -37,7 +37,7 @@ from ..observe.outages import Pauses, reason
 from ..queues import SHARED_DEAD_LETTERS, dead_letter_queue, dead_letter_queues, forwarded_dead_letters
 from ..store.statements import describe, is_news
 from ..wire.arriving import bound_what_arrives
-from .ending import ON_FAILED_TRIES
+from .ending import LETTER_TRIES
 from .owner import is_left_to_others, owner_of
 from .storing import LOCK_PATIENCE, store, store_unhandled
 
@@ -174,7 +174,7 @@ class DeadLetterConsumer:
             return True
         if owner != service and is_left_to_others(self._app, taken.message):
             return False
-        if owner in (None, service) and taken.surprises < ON_FAILED_TRIES:
+        if owner in (None, service) and taken.surprises < LETTER_TRIES:
             patience = LOCK_PATIENCE if taken.tries else FIRST_PATIENCE
             store(self._app, taken.message, self._interrupted, patience=patience)
         else:  # perhaps of an unknown application: this one must not end the operation that it names

@@ -27,7 +27,7 @@ from .letter import EXPLANATIONS, refused
 
 # How often a letter's `on_failed` may fail for lack of a lock or end its process, and how often handling a letter may
 # fail for an unknown reason. With the consumer's pauses that is five minutes.
-ON_FAILED_TRIES = 8
+LETTER_TRIES = 8
 
 Answer: TypeAlias = GivenUp | Completed | Failed | Mismatch | Foreign | Busy
 
@@ -136,9 +136,9 @@ class Ending:
             counts = False
         with self.runtime.autocommit() as connection:
             tries = letters.count_try(connection, letter.digest, counts=counts)
-        if tries > ON_FAILED_TRIES:
+        if tries > LETTER_TRIES:
             log.error("on_failed_error", task=letter.task, key=letter.key, tries=tries - 1)
-        return tries <= ON_FAILED_TRIES
+        return tries <= LETTER_TRIES
 
     @contextmanager
     def _session(self) -> Iterator[Session]:

@@ -73,7 +73,7 @@ class Guard(bootsteps.StartStopStep):
     def _examined(self, handle: Handler) -> Handler:
         def on_message(message: Message) -> None:
             if (marker := message.headers.get(MARKER_HEADER)) is not None:
-                self._note(message, f"{marker}")  # made by our relay, or known to nobody: it is random
+                self._note(message, f"{marker}")  # made by our relay, or unknown: it is random
                 return
             if not self._broker_keeps:
                 self._store_when_rejected(message)

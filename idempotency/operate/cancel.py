@@ -15,10 +15,9 @@ from ..errors import ChangeRefused, PermanentError
 from ..framework import framework
 from ..observe import metrics
 from ..store import claims, dead_letters, discards, ends, letters, operations, saga_changes
-from ..store.answers import Claimed
-from ..wire.delivery import Delivery
+from ..store.answers import Claimed, claim_of
 from ..wire.keys import OperationId
-from .change import Change, Shown, audit, called, claim_of, locked, repeated
+from .change import Change, Shown, audit, called, locked, repeated
 from .ending import conclude, skipping_what_breaks, task_of
 from .money import check_verified
 from .saga import is_saga
@@ -57,7 +56,7 @@ def cancel(
             discards.supersede(connection, shown.id, None if shown.status == "accepted" else "unpublishable")
             letters.store_failure(
                 connection,
-                _delivery(shown.id, row, arguments),
+                letters.kept_delivery(shown.id, row, arguments),
                 claim_of(shown.id, row),
                 reason=concluded.reason,
                 last_error=concluded.end.error,
@@ -105,7 +104,7 @@ def _open_record(connection: Connection, runtime: Runtime, id: OperationId) -> N
         lease=runtime.settings.lease,
         queue=sent.queue,
     )
-    if not isinstance(answer, Claimed) or not answer.first_claim:
+    if not isinstance(answer, Claimed) or answer.attempts != 1:
         raise ChangeRefused(f"{called(id)}: was accepted when shown and has begun since; look again")
     ends.release(connection, answer, delay=0.0, error=None, give_back=True, deliver=False)
 
@@ -117,8 +116,3 @@ def _check_no_effect(id: OperationId, row: Row[Any], *, may_have_happened: bool)
             f"{called(id)}: effect {', '.join(acted)} has happened or may have; let it finish, "
             "or cancel it with --may-have-happened"
         )
-
-
-def _delivery(id: OperationId, row: Row[Any], arguments: dict[str, Any]) -> Delivery:
-    headers = letters.headers_of(row.message)
-    return Delivery(id, row.fingerprint, arguments, str(headers.get("id", "")), row.message, headers, row.queue)

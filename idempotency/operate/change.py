@@ -20,7 +20,6 @@ from ..errors import ChangeRefused, OperationNotFound
 from ..observe.logs import log
 from ..store import audit as audits
 from ..store import dead_letters, operations
-from ..store.answers import Claimed
 from ..wire.keys import OperationId
 
 # Enough for a sentence and a ticket number.
@@ -166,11 +165,6 @@ def locked(
     if row.status != status or (expected is not None and row.fence != expected):
         raise ChangeRefused(f"{called(id)}: was {shown.status} when shown and is {row.status} now; look again")
     return row
-
-
-def claim_of(id: OperationId, row: Row[Any]) -> Claimed:
-    """The claim that a locked record is under."""
-    return Claimed(id, row.fence, row.token or "", row.attempts, row.generation, 0.0, row.effects, False)
 
 
 def audit(

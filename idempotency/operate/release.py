@@ -6,7 +6,8 @@ from celery import Celery
 
 from ..application import runtime_of
 from ..store import ends
-from .change import Change, Shown, audit, claim_of, locked, repeated
+from ..store.answers import claim_of
+from .change import Change, Shown, audit, locked, repeated
 from .money import check_verified
 
 

@@ -22,8 +22,8 @@ from ..store.saga_changes import Retried
 from ..store.sagas import COMPENSATING, RUNNING
 from ..wire import keys
 from ..wire.keys import OperationId
-from . import change as shown
-from .change import Change, audit, called, repeated
+from .change import Change, audit, called, read, repeated
+from .change import find as find_operation
 from .money import check_verified
 
 
@@ -54,18 +54,17 @@ def find(
     found = saga_reading.find(connection, key, service, type=type, tenant=tenant)
     if all(is_observed for _, is_observed in found):  # an operation of its key goes first, also one that has not begun
         with suppress(ChangeRefused, OperationNotFound):
-            accepted = shown.find(connection, key, service, task=type, tenant=tenant)
+            accepted = find_operation(connection, key, service, task=type, tenant=tenant)
             found = [(accepted, False)] if is_saga(app, connection, accepted) else found
-    sagas_found = [id for id, is_observed in found if not is_observed] or [id for id, _ in found]
-    sagas_found = [
-        id for id in sagas_found if id.task == type
-    ] or sagas_found  # an exact name wins over the end of a longer one
-    if len(sagas_found) > 1:
-        choices = "; ".join(f"--type {id.task} --tenant {id.tenant}" for id in sagas_found)
-        raise ChangeRefused(f"key {key!r}: {len(sagas_found)} sagas have it, choose one: {choices}")
-    if sagas_found:
-        return sagas_found[0]
-    id = shown.find(connection, key, service, task=type, tenant=tenant)
+    named = [id for id, is_observed in found if not is_observed] or [id for id, _ in found]
+    # an exact name wins over the end of a longer one
+    chosen = [id for id in named if id.task == type] or named
+    if len(chosen) > 1:
+        choices = "; ".join(f"--type {id.task} --tenant {id.tenant}" for id in chosen)
+        raise ChangeRefused(f"key {key!r}: {len(chosen)} sagas have it, choose one: {choices}")
+    if chosen:
+        return chosen[0]
+    id = find_operation(connection, key, service, task=type, tenant=tenant)
     if not is_saga(app, connection, id):
         raise ChangeRefused(f"{called(id)}: is not a saga")
     return id
@@ -93,7 +92,7 @@ def cancel_saga(app: Celery, id: OperationId, change: Change) -> None:
         if repeated(connection, change, "saga_cancel", id) is not None:
             return
         check_verified(app, connection, id, change)
-        shown.read(connection, id, runtime.settings.service)  # what an observer notes is no operation
+        read(connection, id, runtime.settings.service)  # what an observer notes is no operation
         if not is_saga(app, connection, id):
             raise ChangeRefused(f"{called(id)}: {OBSERVED}")
         is_cancelled = sagas.cancel(connection, id, error_text("cancelled", change.reason))
@@ -217,7 +216,7 @@ def mark_undone(app: Celery, id: OperationId, name: str, change: Change) -> None
 
 
 def _running(connection: Connection, id: OperationId, service: str) -> Row[Any]:
-    shown.read(connection, id, service)
+    read(connection, id, service)
     saga = saga_reading.saga(connection, id)
     if saga is None or saga.observed or saga.status != RUNNING:
         what = "has not begun" if saga is None else OBSERVED if saga.observed else f"is {saga.status}"

@@ -22,7 +22,7 @@ from sqlalchemy.exc import OperationalError
 
 from ..application import runtime_of
 from ..attempt.runtime import Runtime
-from ..broker.batch import ERROR_LIMIT, Published, Refusal
+from ..broker.batch import REFUSAL_LIMIT, Published, Refusal
 from ..broker.publisher import Publisher
 from ..errors import BrokerUnavailable
 from ..observe import metrics
@@ -125,7 +125,7 @@ class Relay:
                 batch.append((row.message_id, message))
             except Exception as error:  # only this row is affected
                 why = str(error) if isinstance(error, ValueError) else type(error).__name__
-                result.refuse(row.message_id, Refusal(f"not a message: {why}"[:ERROR_LIMIT], own=True))
+                result.refuse(row.message_id, Refusal(f"not a message: {why}"[:REFUSAL_LIMIT], own=True))
         unavailable = False
         try:
             self.publisher.publish(batch, result)

@@ -1,6 +1,6 @@
 """Compensation: a saga that has failed is undone, from the last of what it has recorded to the first, one at a time.
 
-Each undo is an operation of its own, with a key, attempts and a dead letter; the saga waits for its end. So it never runs
+Each undo is a separate operation, with a key, attempts and a dead letter; the saga waits for its end. So it never runs
 twice, and one that fails for good stops the saga where a person sees it.
 """
 

@@ -40,7 +40,7 @@ def stop(attempt: SagaAttempt, reason: str, why: str, *, tries_again: bool = Fal
 
 
 def close_letter(attempt: SagaAttempt) -> None:
-    """It goes on: nobody has to see to what had stopped it."""
+    """Close the letter that reported the stop: the saga has resumed."""
     if attempt.saga.stopped is not None:
         letters.close(attempt.session.connection(), attempt.claim.id, attempt.saga.stopped)
 

@@ -24,7 +24,7 @@ def checked(undo: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Undo |
     if undo is None:
         return None
     if not hasattr(undo, "_enqueue"):
-        raise Misuse(f"undo: must be an idempotent task, an operation of its own; got {undo!r:.100}")
+        raise Misuse(f"undo: must be an idempotent task, so that it is a separate operation; got {undo!r:.100}")
     wants_result = _wants_result(undo)
     if wants_result and RESULT in kwargs:
         raise Misuse(f"undo: {undo.name} gets the result of what it undoes as {RESULT!r}, which is an argument here")

@@ -26,7 +26,6 @@ class Claimed:
     generation: int
     age: float  # seconds since the first claim of this generation
     effects: dict[str, dict[str, Any]]
-    first_claim: bool
     taken_over: bool = False  # from another holder, whose lease had run out
     revoked: bool = False  # this generation was revoked: end it, after a last look if an effect was begun
     fingerprint: str = ""  # as stored, perhaps by an older rule than the delivery's
@@ -41,6 +40,11 @@ class Claimed:
         claim in between was counted, and an attempt only ever takes back its own.
         """
         return (self.generation, self.attempts) == (earlier.generation, earlier.attempts)
+
+
+def claim_of(id: OperationId, record: Any) -> Claimed:
+    """The claim that a locked record is under, for an end by a person or a sweep."""
+    return Claimed(id, record.fence, record.token or "", record.attempts, record.generation, 0.0, record.effects)
 
 
 @dataclass(frozen=True, slots=True)

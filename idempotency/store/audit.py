@@ -30,7 +30,7 @@ _REQUESTED = """
 SELECT actor, action, tenant, task, key, reason, details FROM idempotency.audit WHERE request_id = %(request_id)s
 """
 
-# By the expression itself and not by a function of the schema, which whoever changes rows could replace.
+# By the expression itself and not by a function of the schema, which a role that changes rows could replace.
 _CHAIN = """
 SELECT c.position, c.audit_id, a.id IS NOT NULL AS is_there, c.hash,
        sha256(lag(c.hash, 1, '') OVER by_position || convert_to(jsonb_build_array(

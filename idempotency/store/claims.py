@@ -227,7 +227,6 @@ def claim(
             row.generation,
             max(row.age, 0.0),
             row.effects or {},
-            row.attempts == 1,
             taken_over=row.taken_over,
             revoked=row.revoked,
             fingerprint=row.fingerprint,

@@ -180,7 +180,7 @@ def release(
 
 
 def forget(connection: Connection, claim: Claimed) -> bool:
-    """Delete the record, as if nobody had asked. False: not the holder, or something is recorded that has to be kept."""
+    """Delete the record and free its key. False: not the holder, or something is recorded that has to be kept."""
     return execute(connection, _FORGET, mine(claim)).fetchone() is not None
 
 

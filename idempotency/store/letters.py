@@ -235,6 +235,13 @@ def headers_of(message: str) -> dict[str, Any]:
         return {}
 
 
+def kept_delivery(id: OperationId, record: Any, arguments: Mapping[str, Any]) -> Delivery:
+    """The delivery that a record has kept, for an operation that ends without one."""
+    headers = headers_of(record.message)
+    task_id = str(headers.get("id", ""))
+    return Delivery(id, record.fingerprint, arguments, task_id, record.message, headers, record.queue)
+
+
 _UPDATE_OPEN_LETTER = """
 UPDATE idempotency.dead_letters SET reason = %(reason)s, last_error = %(error)s
 WHERE tenant = %(tenant)s AND task = %(task)s AND key = %(key)s AND generation = %(generation)s

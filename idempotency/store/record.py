@@ -48,7 +48,7 @@ SELECT 1 / count(*) FROM finished
 )
 
 
-# The same as a statement of its own, before a statement that locks what others wait for.
+# The same as a separate statement, before a statement that locks what others wait for.
 IDLE_LIMIT = """
 SELECT set_config('idle_in_transaction_session_timeout', %(idle_ms)s, true) AS idle,
        set_config('synchronous_commit', 'on', true) AS flush

@@ -1,7 +1,7 @@
 """What a saga has recorded, a row each; and the events that are kept for its waits.
 
 Every forward write has two conditions: the attempt's claim on the record, and the status in which it has found the saga. The
-saga is locked before the record, by everybody, so that a person's cancel and a forward step have one order. Nothing forward
+saga is always locked before the record, so that a person's cancel and a forward step have one order. Nothing forward
 commits once the saga is being undone. The outcome of an effect has only the first condition: what has happened is recorded
 while the saga is undone, too.
 """
@@ -206,7 +206,7 @@ def find_event(
     }
     execute(connection, _PATIENCE, {"idle_ms": idle_ms(lease)})
     execute(connection, _LOCK_EVENTS, fields)
-    # a statement of its own: its snapshot has to be younger than the lock
+    # a separate statement: its snapshot has to be younger than the lock
     row = execute(connection, _FIND_EVENT, fields).fetchone()
     return None if row is None else (row.id, row.event)
 
@@ -270,6 +270,6 @@ WHERE saga_id = %(saga)s AND generation = %(generation)s AND position = %(positi
 
 
 def was_replaced(connection: Connection, claim: Claimed, saga: SagaRow, position: int, error: str) -> bool:
-    """Note that an undo has left its work to another task, of whose end nobody here is told. False: it is noted."""
+    """Note that an undo has left its work to another task, whose end this saga is not notified of. False: it is noted."""
     fields = {"saga": saga.id, "generation": claim.generation, "position": position, "error": error}
     return bool(connection.exec_driver_sql(_WAS_REPLACED, fields).rowcount)

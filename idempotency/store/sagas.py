@@ -1,7 +1,7 @@
 """Sagas: how one begins, waits, is undone and ends. What it has recorded is in `saga_steps`.
 
-The saga's row is locked before its record, by everybody. Triggers of migration 0014 do the rest: `signal_waiting` wakes those
-that wait for an event, `end_of_operation` whoever has called an operation, and it lets nobody but a saga's own code end it;
+The saga's row is always locked before its record. Triggers of migration 0014 do the rest: `signal_waiting` wakes those
+that wait for an event, `end_of_operation` the caller of an operation, and it lets only a saga's own code end it;
 `close_waits` closes the waits of one that is undone, `forget_saga` deletes its rows with its record.
 """
 
@@ -18,7 +18,7 @@ from .callers import Executes
 from .record import IDLE_LIMIT, MINE, ROW, SETTINGS, idle_ms, mine, named
 from .statements import execute
 
-# Without a time of its own. Not infinity, which Python's clock does not have.
+# For a wait without a time-out. Not infinity, which Python's clock does not have.
 LONGEST_WAIT = "10 years"
 # Why a saga stops: its code does not fit what it has recorded, or it cannot be undone.
 MISMATCH, NOT_UNDONE = "saga_mismatch", "compensation_failed"
@@ -151,7 +151,7 @@ WITH {SETTINGS}, ended AS (
 SELECT 1 / count(*) FROM ended
 """
 
-# The saga has gone on from these failures, so that nobody may replay them. What may have left something outside stays open.
+# The saga has gone on from these failures, so they may not be replayed. What may have left something outside stays open.
 # A letter that is being replayed is closed, and still says who has used its operation: its next one asks it.
 # By its record: the letter gives another reason if `on_failed` has failed, too. One that is being replayed has not failed any more.
 _STAYS = """EXISTS (SELECT FROM idempotency.records r WHERE (r.tenant, r.task, r.key) = (d.tenant, d.task, d.key)
@@ -185,7 +185,7 @@ WITH cancelled AS (
 SELECT idempotency.resume_saga(cancelled) FROM cancelled
 """
 
-# Nobody has to see to what had stopped it.
+# What had stopped it no longer needs a person.
 _CLOSE_STOPPED = f"""
 UPDATE idempotency.dead_letters d SET status = 'replayed', closed_at = clock_timestamp()
 FROM (SELECT * FROM idempotency.sagas WHERE {ROW} AND status = 'RUNNING') g

@@ -40,13 +40,12 @@ HINTS = {
         "earlier result by: no time, no random value, no attempt number in it."
     ),
     ENQUEUED: (
-        "enqueue() or publish() with a session of its own, which commits whether or not the task does. "
-        "Give it self.session."
+        "enqueue() or publish() with another session, which commits whether or not the task does. Give it self.session."
     ),
     RESULT: "the result depends on how often the body ran. Make it from the arguments, effects and rows alone.",
 }
 TABLE_HINT = (
-    "a write that is not in self.session's transaction (a session or connection of its own, autocommit): it stays when "
+    "a write that is not in self.session's transaction (another session or connection, autocommit): it stays when "
     "its attempt is rolled back, and the next attempt makes it again. Write through self.session, or in self.step."
 )
 SKIPPED_HINT = (

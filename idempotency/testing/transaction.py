@@ -1,6 +1,6 @@
 """Everything in the test's own transaction, which is rolled back at the end.
 
-What the library does on connections of its own (claim, run, commit) happens in savepoints of the one connection. So a
+What the library does on its own connections (claim, run, commit) happens in savepoints of the one connection. So a
 task sees what the test has not committed, and the test what the task has done. What needs two connections cannot be
 seen in it: concurrent attempts, a lost COMMIT, a constraint that is checked at COMMIT.
 """
@@ -41,7 +41,7 @@ def joined(app: Celery, connection: Connection) -> Iterator[None]:
     The caller begins the transaction and ends it. Only for this thread.
     """
     runtime = JoinedRuntime(settings_of(app), connection)
-    # in a savepoint, so that every session on this connection works in one of its own
+    # in a savepoint, so that every session on this connection works in its own one
     with connection.begin_nested(), runtime_replaced(app, runtime):
         yield
 

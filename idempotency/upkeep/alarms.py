@@ -85,8 +85,9 @@ def lasting(found: Snapshot, settings: Settings) -> list[Alarm]:
             alarms.append(Alarm(f"accepted/{name}", f"queue {name}", late, "check its workers and the relay"))
     if found.unknown_effects:
         operations = "1 operation" if found.unknown_effects == 1 else f"{found.unknown_effects} operations"
-        waiting = f"{operations} ended as effect_unknown: idempotency dead-letters list --error effect_unknown"
-        alarms.append(Alarm("unknown_effects", "effects", waiting, "idempotency effects resolve, then replay"))
+        command = framework().command
+        waiting = f"{operations} ended as effect_unknown: {command} dead-letters list --error effect_unknown"
+        alarms.append(Alarm("unknown_effects", "effects", waiting, f"{command} effects resolve, then replay"))
     alarms += [
         Alarm(
             f"webhook_disabled/{row.id}",

@@ -26,10 +26,9 @@ from ..settings import Settings
 from ..store import asleep, ends, letters, sagas, waiters, webhooks
 from ..store import purge as past
 from ..store import recover as recovery
-from ..store.answers import Claimed, error_text
+from ..store.answers import Claimed, claim_of, error_text
 from ..store.recover import Bounds
 from ..store.sweeps import BATCH
-from ..wire.delivery import Delivery
 from ..wire.keys import OperationId
 from ..worker.task import IdempotentTask
 from . import alerts
@@ -88,8 +87,7 @@ def _let_go(connection: Connection, settings: Settings, record: Row[Any], id: Op
         if saga.stopped not in (None, reason):
             letters.close(connection, id, saga.stopped)  # a person has seen to what had stopped it before
         letters.update_error(connection, id, reason, error)
-        claim = Claimed(id, record.fence, record.token, record.attempts, record.generation, 0.0, {}, False)
-        delivery = Delivery(id, record.fingerprint, {}, "", record.message, {}, record.queue)
+        claim, delivery = claim_of(id, record), letters.kept_delivery(id, record, {})
         letters.store_failure(connection, delivery, claim, reason=reason, last_error=error, service=settings.service)
     sagas.let_go(connection, id, error, stopped=reason, seconds=pause)
 
@@ -125,7 +123,7 @@ def _with_letter(
 ) -> tuple[Claimed, Concluded]:
     """Say how an operation without a holder ends, and store its dead letter."""
     id = OperationId(record.tenant, record.task, record.key)
-    claim = Claimed(id, record.fence, record.token, record.attempts, record.generation, 0.0, record.effects, False)
+    claim = claim_of(id, record)
     concluded = conclusions.conclude(
         connection,
         id,
@@ -136,10 +134,9 @@ def _with_letter(
         on_failed=getattr(task, "on_failed", None),
         skip=skip,
     )
-    delivery = Delivery(id, record.fingerprint, {}, "", record.message, {}, record.queue)
     letters.store_failure(
         connection,
-        delivery,
+        letters.kept_delivery(id, record, {}),
         claim,
         reason=concluded.reason,
         last_error=concluded.end.error,

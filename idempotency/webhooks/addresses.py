@@ -113,7 +113,7 @@ def look_up(host: str, port: int) -> list[Address]:
 
 
 def is_public(address: Address) -> bool:
-    """Whether everybody on the internet means the same machine by this address."""
+    """Whether this address means the same machine everywhere on the internet."""
     if isinstance(address, IPv6Address) and (address not in _GLOBAL_UNICAST or address.scope_id is not None):
         return False
     if address.is_multicast or address.is_reserved or not address.is_global:

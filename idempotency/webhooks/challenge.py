@@ -1,4 +1,4 @@
-"""The challenge: a random text that an endpoint answers with, so that nobody has webhooks sent to somebody else's server."""
+"""The challenge: a random text that an endpoint answers with, so that webhooks are not sent to a server whose owner did not ask for them."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from ..hosts import Address, Allowed
 from ..settings import Settings
 from .addresses import Resolve, Target, addresses_of, look_up, target_of
 
-# Of an answer, which nobody reads but for a challenge. The rest is left unread.
+# Of an answer, which is read only for a challenge. The rest is left unread.
 BODY_LIMIT = 4096
 # Seconds. The system's resolver may take half a minute; a thread waits for it instead of the delivery.
 RESOLVE_TIMEOUT = 5.0

@@ -30,6 +30,19 @@ UNRESERVED = frozenset(string.ascii_letters + string.digits + "-_.~")
 _WAYS_OUT = "pass an id, text or a number instead, or register the type with kombu.utils.json.register_type"
 
 KeyFunction = Callable[[Mapping[str, Any]], str]
+
+
+@dataclass(frozen=True, slots=True)
+class KeyFrom:
+    """A key function of which it is known what it uses: these arguments and nothing else."""
+
+    fields: tuple[str, ...]
+    make: KeyFunction
+
+    def __call__(self, arguments: Mapping[str, Any]) -> str:
+        return self.make(arguments)
+
+
 # The task in the id of every HTTP request's operation. Method and path are in its fingerprint instead, so a key that is
 # reused on another route is refused.
 HTTP_TASK = "http"
@@ -184,7 +197,7 @@ class _Given(dict[str, Any]):
         raise KeyError(name)
 
 
-def content_hash(*fields: str) -> KeyFunction:
+def content_hash(*fields: str) -> KeyFrom:
     """Use a hash of the named arguments as the key, for operations without an id.
 
     Name only fields that never change and together identify one operation. Never hash all arguments: two equal
@@ -198,11 +211,10 @@ def content_hash(*fields: str) -> KeyFunction:
         # fixed: unlike a fingerprint's rule, a key's may never change
         return f"v1-{_sha256(canonical_json(chosen))}"
 
-    key.fields = fields  # type: ignore[attr-defined]
-    return key
+    return KeyFrom(fields, key)
 
 
-def template(text: str) -> KeyFunction:
+def template(text: str) -> KeyFrom:
     """Make keys from a template of arguments: `"{payment_id}"`, `"{customer_id}:{request_id}"`.
 
     With several fields, values are percent-encoded and must be separated by a character that encoding never leaves
@@ -232,8 +244,7 @@ def template(text: str) -> KeyFunction:
             values = {field: _quoted(field, value) for field, value in values.items()}
         return text.format_map(values)
 
-    key.fields = fields  # type: ignore[attr-defined]
-    return key
+    return KeyFrom(fields, key)
 
 
 def _field(arguments: Mapping[str, Any], field: str) -> Any:

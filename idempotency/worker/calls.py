@@ -23,7 +23,7 @@ from ..store.callers import AsyncCaller, Caller, Pending, in_transaction_of
 from ..store.refused import explained
 from ..wire import keys
 from ..wire.delivery import Named
-from ..wire.keys import KeyFunction, OperationId
+from ..wire.keys import KeyFrom, KeyFunction, OperationId
 from ..wire.message import (
     FINGERPRINT_HEADER,
     KEY_HEADER,
@@ -59,7 +59,7 @@ TaskT = TypeVar("TaskT", bound="KeyedTask")
 ENQUEUE_OPTIONS = tuple(CallOptions.__annotations__)
 # The options of the decorator that every enqueued message gets.
 TASK_OPTIONS = ("queue", "exchange", "routing_key", "priority", "time_limit", "soft_time_limit")
-# What stands in the session's place is an argument of the task if it is one of these.
+# Never a session: the caller forgot it.
 _NO_SESSION = (type(None), str, int, float, list, tuple, dict, UUID)
 
 
@@ -95,10 +95,10 @@ class KeyedTask(TypedTask[P, R_co], Generic[P, R_co]):
         check_spelling(cls, KeyedTask)
         if inspect.isfunction(key := cls.__dict__.get("key")):
             cls.key = staticmethod(key)
-        cls._key_function = keys.template(cls.key) if isinstance(cls.key, str) else cls.key
-        if (run := cls.__dict__.get("run")) is not None and cls._key_function is not None:
+        function = cls._key_function = keys.template(cls.key) if isinstance(cls.key, str) else cls.key
+        if (run := cls.__dict__.get("run")) is not None and isinstance(function, KeyFrom):
             parameters = inspect.signature(getattr(run, "__func__", run)).parameters
-            for field in getattr(cls._key_function, "fields", ()):
+            for field in function.fields:
                 if field not in parameters:
                     raise SettingsError(f"key of {cls.__name__}: the task has no argument {field!r}")
 
@@ -322,7 +322,7 @@ class KeyedTask(TypedTask[P, R_co], Generic[P, R_co]):
 
     def may_vary(self, headers: Mapping[str, Any]) -> bool:
         """Whether a message may name another operation the next time: by its key function, which may read a clock, say."""
-        return headers.get(KEY_HEADER) is None and not hasattr(self._key_function, "fields")
+        return headers.get(KEY_HEADER) is None and not isinstance(self._key_function, KeyFrom)
 
     def _operation(self, arguments: Mapping[str, Any], key: object, tenant: object) -> OperationId:
         function = type(self)._key_function

@@ -97,7 +97,7 @@ def _returned(connection: Any, _record: Any) -> None:
 
 
 def _taker() -> Taker:
-    """Who is running. Another task of this thread's event loop may be inside a transaction of its own."""
+    """Who is running. Another task of this thread's event loop may be inside its own transaction."""
     try:
         return threading.get_ident(), asyncio.current_task()
     except RuntimeError:  # no event loop

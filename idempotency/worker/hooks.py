@@ -30,7 +30,7 @@ def check_class(cls: Any, base: Any) -> None:
     for name in ("Strategy", "start_strategy"):
         if getattr(cls, name) != getattr(Task, name):
             raise SettingsError(
-                f"{cls.__name__}: has a {name} of its own, as celery-batches' Batches has; that takes messages past the "
+                f"{cls.__name__}: defines its own {name}, as celery-batches' Batches does; that takes messages past the "
                 "claim, so they could be lost or run twice: use a plain task for it"
             )
     after = cls.__mro__[cls.__mro__.index(base) + 1 :]
@@ -55,7 +55,7 @@ def move_into_attempt(cls: Any, base: Any) -> None:
 
 
 def _entrance(own: Callable[..., Any], base: Any) -> Callable[..., Any]:
-    """What a task with a `__call__` of its own is called by: a delivery. Its `super().__call__` is `base.__call__`."""
+    """What a task that defines `__call__` is called by: a delivery. Its `super().__call__` is `base.__call__`."""
 
     def enter(task: Any, *args: Any, **kwargs: Any) -> Any:
         if type(task).own_call is own:

@@ -73,7 +73,7 @@ _NEEDED: dict[str, tuple[Any, str]] = {
     ),
     "provider": (InstanceOf[ProviderContract] | None, "a ProviderContract, as idempotency.providers has them"),
     "effect_types": (Mapping[str, Any], "a mapping of effects' names to types"),
-    "on_busy": (Literal["ack", "wait", "raise"], "'ack', 'wait' or 'raise'"),
+    "on_busy": (Literal["ack", "wait"], "'ack' or 'wait'"),
     "moves_money": (Annotated[bool, Strict()], "True or False"),
     "max_attempts": (Annotated[int, Strict(), Field(ge=1)] | None, "a whole number from 1"),
     "retention_completed": (_Seconds | None, "seconds above 0, as a number"),

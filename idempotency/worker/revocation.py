@@ -38,7 +38,7 @@ class Request(request.Request):
         # Celery's rule for what counts as a sender's header, without its exception for a header called `headers`.
         own = Context({name: value for name, value in self._request_dict.items() if name != "headers"}).headers
         received = all_headers({**(own or {}), **_nested(self._request_dict)})
-        # whoever passes these headers on does not mean the key in them: see `senders_headers`
+        # code that passes these headers on does not mean the key in them: see `senders_headers`
         self._request_dict["headers"] = {VERSION_HEADER: MESSAGE_VERSION} | received
 
     def revoked(self) -> bool:

@@ -74,7 +74,7 @@ hide_secrets()
 # Another request has used the key.
 Refusal = FingerprintMismatch | ServiceMismatch
 KeptT = TypeVar("KeptT", Refusal, PermanentError)
-OnBusy = Literal["ack", "wait", "raise"]
+OnBusy = Literal["ack", "wait"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +102,8 @@ class IdempotentTask(ControlledTask[P, R_co]):
     permanent_errors exception types that end the operation at once
     provider        what the provider of its effects promises about idempotency keys (`idempotency.providers`)
     effect_types    what its effects return, by name (any type pydantic checks): an operator's result is validated by it
-    on_busy         what a duplicate does in a worker while the operation runs: "ack" (default; "raise" means the same)
-                    or "wait"; an eager call raises `OperationBusy` whatever this says
+    on_busy         what a duplicate does in a worker while the operation runs: "ack" (default) or "wait";
+                    an eager call raises `OperationBusy` whatever this says
     max_attempts    how often the body may run; Celery's `max_retries` says the same without the first attempt
     moves_money     True: people change its operations only with a token that proves who they are
     retention_completed, retention_failed   override the settings, in seconds

@@ -8,7 +8,7 @@ from uuid import uuid4
 
 import pytest
 from celery import Celery
-from sqlalchemy import Connection, Engine
+from sqlalchemy import Connection, Engine, NullPool, create_engine
 
 import services
 from idempotency.letters.consumer import DeadLetterConsumer
@@ -29,6 +29,12 @@ def empty_database(servers: services.Services) -> Iterator[str]:
     name = f"empty_{uuid4().hex[:8]}"
     yield servers.create_database(name)
     servers.drop_database(name)
+
+
+@pytest.fixture
+def empty(empty_database: str) -> Engine:
+    """A database without the library's tables."""
+    return create_engine(empty_database, poolclass=NullPool)
 
 
 @pytest.fixture

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 from uuid import uuid4
 
 import pytest
 from alembic import command
 from celery import Celery
-from sqlalchemy import Connection, Engine, create_engine, text
-from sqlalchemy.pool import NullPool
+from sqlalchemy import Connection, Engine, text
 
-import services
 from idempotency.application import runtime_of
 from idempotency.relay.relay import Relay
 from idempotency.store import schema
@@ -141,15 +138,6 @@ def test_either_purges_what_the_other_has_ended(bank: Celery, connection: Connec
 
 
 # ---------------------------------------------------------------- the migration
-
-
-@pytest.fixture
-def empty(servers: services.Services) -> Iterator[Engine]:
-    """A database without the library's tables."""
-    name = f"empty_{uuid4().hex[:8]}"
-    engine = create_engine(servers.create_database(name), poolclass=NullPool)
-    yield engine
-    servers.drop_database(name)
 
 
 def migrate_back(engine: Engine) -> None:

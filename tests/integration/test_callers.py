@@ -368,12 +368,12 @@ def by_psycopg(database: str) -> None:
 
 
 def by_psycopg2(database: str) -> None:
-    with closing(psycopg2.connect(plain(database))) as connection:
+    with closing(psycopg2.connect(plain(database))) as connection, connection:
         b.deposit.enqueue(connection, CARD)
 
 
 def by_session(database: str) -> None:
-    with Session(sqlalchemy_engine(database)) as session:
+    with Session(sqlalchemy_engine(database)) as session, session.begin():
         b.deposit.enqueue(session, CARD)
 
 
@@ -387,7 +387,7 @@ def by_async_psycopg(database: str) -> None:
 
 def by_asyncpg(database: str) -> None:
     async def main() -> None:
-        async with _session(database, "asyncpg") as session:
+        async with _session(database, "asyncpg") as session, session.begin():
             await b.deposit.aenqueue(session, CARD)
 
     asyncio.run(main())
@@ -428,9 +428,10 @@ def test_a_caller_connected_to_another_database_is_refused(
 
 @pytest.mark.parametrize("call", CALLS)
 def test_a_caller_connected_to_the_same_database_under_another_name_is_accepted(
-    bank: Celery, database: str, call: Callable[[str], None]
+    bank: Celery, database: str, call: Callable[[str], None], rows: Rows
 ) -> None:
     call(make_url(database).set(host="localhost").render_as_string(hide_password=False))
+    assert rows() == [("outbox", CARD)]
 
 
 def test_a_pipeline_in_autocommit_mode_is_refused(bank: Celery, database: str, rows: Rows) -> None:

@@ -288,7 +288,7 @@ def test_a_task_with_a_strategy_of_its_own_is_refused() -> None:
         def Strategy(self, task: Any, app: Any, consumer: Any) -> Any: ...  # noqa: N802
 
     for bases in ((IdempotentTask, Batches), (Batches, IdempotentTask)):
-        with pytest.raises(SettingsError, match=r"^Both: has a Strategy of its own, .*use a plain task"):
+        with pytest.raises(SettingsError, match=r"^Both: defines its own Strategy, .*use a plain task"):
             type("Both", bases, {"abstract": True})
 
 

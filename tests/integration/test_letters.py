@@ -25,7 +25,7 @@ from idempotency.cli.root import cli
 from idempotency.errors import DiscardRefused, ReplayRefused
 from idempotency.letters import consumer as consuming
 from idempotency.letters.consumer import DeadLetterConsumer
-from idempotency.letters.ending import ON_FAILED_TRIES
+from idempotency.letters.ending import LETTER_TRIES
 from idempotency.operate import discard
 from idempotency.operate.cancel import cancel
 from idempotency.operate.change import read
@@ -231,6 +231,8 @@ def test_another_requests_letter_is_discarded_while_the_operation_runs(
     letter = unpublishable(bank, connection)
     op.started(connection, id, fingerprint="v1:another request")
     discard_letter(bank, letter.id)
+    (found,) = op.dead_letters(connection)
+    assert (found.id, found.status) == (letter.id, "discarded")
 
 
 # ---------------------------------------------------------------- what a letter says and stops
@@ -405,7 +407,7 @@ def test_the_letter_of_what_the_relay_could_not_handle_can_be_replayed(
     consumer = DeadLetterConsumer(bank)
     stuck = headers(expires="2001-01-01T00:00:00+00:00", **{KEY_HEADER: "stuck"}) | marks
     die(bank, consumer, body_of("stuck"), headers=stuck)
-    for _ in range(ON_FAILED_TRIES + 2):
+    for _ in range(LETTER_TRIES + 2):
         consumer.run_once()
     consumer.close()
     connection.execute(text("DROP FUNCTION refuse() CASCADE"))

@@ -15,7 +15,7 @@ from sqlalchemy.orm import Session
 
 from idempotency import AttemptsExhausted, DidNotHappen, EffectUnknown, Operation, OperationId, PermanentError
 from idempotency.attempt import attempt
-from idempotency.attempt.attempt import ON_FAILED_TRIES
+from idempotency.attempt.attempt import ON_FAILED_ATTEMPTS
 from idempotency.letters.consumer import DeadLetterConsumer
 from idempotency.operate.cancel import cancel
 from idempotency.operate.replay import replay
@@ -163,7 +163,7 @@ def test_what_dies_in_its_end_is_ended_without_the_applications_part(
         if record("k").status == "failed":
             break
         recover_now(bank, connection)
-    assert (record("k").status, record("k").attempts) == ("failed", 1 + 1 + ON_FAILED_TRIES)
+    assert (record("k").status, record("k").attempts) == ("failed", 1 + 1 + ON_FAILED_ATTEMPTS)
 
 
 # ---------------------------------------------------------------- an `on_failed` that would stop the end
@@ -224,7 +224,7 @@ def test_an_end_that_skips_on_failed_says_so_in_its_letter(
 
     task = make_task(bank, body, max_attempts=2, on_failed=on_failed)
     deliveries.deliver(task, key="k")
-    deaths(engine, "k", 2 + attempt.ON_FAILED_TRIES, spent_at=3)
+    deaths(engine, "k", 2 + attempt.ON_FAILED_ATTEMPTS, spent_at=3)
     deliveries.deliver(task, key="k", origin="recover")
     assert (code(record("k"))[0], told) == ("attempts_exhausted", [])
     assert [letter.reason for letter in op.dead_letters(connection)] == ["on_failed_error"]

@@ -35,15 +35,6 @@ TABLES |= {"sagas", "saga_steps", "saga_events"}
 TABLES |= {"webhook_endpoints", "webhook_secrets", "webhook_deliveries", "webhook_attempts"}
 
 
-@pytest.fixture
-def empty(servers: services.Services) -> Iterator[Engine]:
-    """A database without the library's tables."""
-    name = f"empty_{uuid4().hex[:8]}"
-    engine = create_engine(servers.create_database(name), poolclass=NullPool)
-    yield engine
-    servers.drop_database(name)
-
-
 @pytest.fixture(scope="module")
 def migrated(servers: services.Services, template: str) -> Iterator[Engine]:
     """One migrated database for the tests that leave nothing behind."""

@@ -16,7 +16,7 @@ from sqlalchemy.orm import Session
 
 from idempotency.letters import consumer as consuming
 from idempotency.letters.consumer import DeadLetterConsumer
-from idempotency.letters.ending import ON_FAILED_TRIES
+from idempotency.letters.ending import LETTER_TRIES
 from idempotency.queues import dead_letter_queues
 from idempotency.wire.keys import OperationId
 from idempotency.wire.message import FINGERPRINT_HEADER, KEY_HEADER, MARKS, TENANT_HEADER, VERSION_HEADER
@@ -117,7 +117,7 @@ def test_after_its_tries_a_letter_is_stored_without_on_failed(
 ) -> None:
     consumer = DeadLetterConsumer(bank)
     die(bank, consumer, body_of("stuck"))
-    for number in range(1, ON_FAILED_TRIES + 1):
+    for number in range(1, LETTER_TRIES + 1):
         eventually(consumer.run_once)
         assert tries(connection) == [number]
         consumer.close()  # a relay that restarts: the broker hands the message out again
@@ -152,7 +152,7 @@ def test_an_on_failed_that_always_meets_an_operational_error_ends(
 
     monkeypatch.setattr(bank.tasks[b.deposit.name], "on_failed", elsewhere)
     die(bank, consumer, body_of("stuck"))
-    for _ in range(ON_FAILED_TRIES + 1):
+    for _ in range(LETTER_TRIES + 1):
         consumer.run_once()
     assert keys_of_letters(connection) == [("stuck", "on_failed_error")]
 
@@ -160,7 +160,7 @@ def test_an_on_failed_that_always_meets_an_operational_error_ends(
 def test_a_postgres_that_goes_away_is_no_try(
     bank: Celery, consumer: DeadLetterConsumer, connection: Connection, impatient: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    outages = ON_FAILED_TRIES + 2
+    outages = LETTER_TRIES + 2
 
     def cut_off(session: Session, operation: Any, error: Any) -> None:
         nonlocal outages
@@ -195,7 +195,7 @@ DeadLetterConsumer(bank.app).run_once()
     ended = subprocess.run([sys.executable, "-c", deadly], env=environment, check=False, timeout=60)
     assert ended.returncode == 7
     assert tries(connection) == [1]
-    connection.execute(text("UPDATE idempotency.dead_letter_tries SET tries = :tries"), {"tries": ON_FAILED_TRIES})
+    connection.execute(text("UPDATE idempotency.dead_letter_tries SET tries = :tries"), {"tries": LETTER_TRIES})
     consumer = DeadLetterConsumer(bank)
     eventually(consumer.run_once)
     consumer.close()
@@ -312,7 +312,7 @@ def test_a_letter_that_surprises_is_stored_raw_in_the_end(
     untouched = op.record(connection, STUCK)
     die(bank, consumer, body_of("stuck"))
     reject(bank, body_of("a1"), dead=2)
-    for _ in range(ON_FAILED_TRIES):
+    for _ in range(LETTER_TRIES):
         consumer.run_once()
         assert keys_of_letters(connection) == [("a1", "rejected")]
     consumer.run_once()
@@ -328,7 +328,7 @@ def test_a_letter_that_cannot_even_be_stored_raw_stays_held(
 ) -> None:
     connection.execute(text("ALTER TABLE idempotency.dead_letters ADD CONSTRAINT none CHECK (reason <> 'unhandled')"))
     die(bank, consumer, body_of("stuck"))
-    for _ in range(ON_FAILED_TRIES + 2):
+    for _ in range(LETTER_TRIES + 2):
         consumer.run_once()
     assert keys_of_letters(connection) == []
     connection.execute(text("ALTER TABLE idempotency.dead_letters DROP CONSTRAINT none"))

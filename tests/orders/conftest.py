@@ -29,6 +29,16 @@ def shop(servers: services.Services, template: str) -> Iterator[Shop]:
     yield from a_shop(servers, template, Shop)
 
 
+@pytest.fixture
+def fresh(shop: Shop) -> Iterator[None]:
+    """A test sees only what is accepted after it has begun, and afterwards the stock is what its movements say."""
+    from tests.orders.books import check_stock
+
+    shop.forget()
+    yield
+    check_stock(shop)
+
+
 def a_shop(servers: services.Services, template: str, make: type[ShopT]) -> Iterator[ShopT]:
     """The application on a database of its own, for a module's tests."""
     name = f"orders_{uuid4().hex[:8]}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 from uuid import uuid4
 
@@ -10,16 +9,11 @@ import pytest
 
 from idempotency import Defer
 from tasks.validation import Taken
-from tests.orders.books import check_order, check_stock
+from tests.orders.books import check_order
 from tests.orders.shop import ORDER, Sent, Shop
 from tests.support.operations import at_once
 
-
-@pytest.fixture(autouse=True)
-def _fresh(shop: Shop) -> Iterator[None]:
-    shop.forget()
-    yield
-    check_stock(shop)
+pytestmark = pytest.mark.usefixtures("fresh")
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -13,17 +13,12 @@ from uuid import uuid4
 import pytest
 from sqlalchemy import text
 
-from tests.orders.books import POSTED, check_order, check_stock
+from tests.orders.books import POSTED, check_order
 from tests.orders.shop import Shop
 
+pytestmark = pytest.mark.usefixtures("fresh")
+
 NOON = datetime(2026, 3, 1, 12, tzinfo=UTC)
-
-
-@pytest.fixture(autouse=True)
-def _fresh(shop: Shop) -> Iterator[None]:
-    shop.forget()
-    yield
-    check_stock(shop)
 
 
 @pytest.fixture

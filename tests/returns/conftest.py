@@ -11,6 +11,7 @@ import services
 from sandbox import process
 from sandbox.process import Sandbox
 from tests.orders.conftest import a_shop
+from tests.orders.conftest import fresh as fresh
 
 if TYPE_CHECKING:
     from tests.returns.shop import Returns

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 from uuid import uuid4
 
@@ -17,17 +17,11 @@ from idempotency.sagas.attempt import SagaAttempt
 from idempotency.store import sagas
 from idempotency.store.answers import error_text
 from tasks.branches import BRANCHES
-from tests.orders.books import check_stock
 from tests.returns.books import check_return
 from tests.returns.shop import Returns
 from tests.support.operators import ANN
 
-
-@pytest.fixture(autouse=True)
-def _fresh(shop: Returns) -> Iterator[None]:
-    shop.forget()
-    yield
-    check_stock(shop)
+pytestmark = pytest.mark.usefixtures("fresh")
 
 
 def label_refused(shop: Returns) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,21 +11,15 @@ import requests
 
 from idempotency import OperationId, PermanentError
 from idempotency.operate.saga import mark_undone, signal_saga
-from tests.orders.books import check_stock
 from tests.returns.books import check_goods, check_labels, check_money, check_return, check_told
 from tests.returns.shop import INSPECTED, PICKED_UP, Returns
 from tests.support.operations import at_once
 from tests.support.operators import ANN
 
+pytestmark = pytest.mark.usefixtures("fresh")
+
 # Of each verdict. RETURN_SEEDS=200 draws more.
 SEEDS = int(os.environ.get("RETURN_SEEDS", "4"))
-
-
-@pytest.fixture(autouse=True)
-def _fresh(shop: Returns) -> Iterator[None]:
-    shop.forget()
-    yield
-    check_stock(shop)
 
 
 def told(shop: Returns, event_type: str, return_id: str, verdict: str = "APPROVED") -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,19 +21,13 @@ from idempotency.operate.resolve import resolve_effect
 from idempotency.store import sagas
 from idempotency.store.answers import error_text
 from sandbox import ledger
-from tests.orders.books import check_stock
 from tests.orders.shop import Sent
 from tests.returns.books import check_money, check_return
 from tests.returns.shop import Returns
 from tests.support.operators import ANN
 from tests.support.sandbox import faults
 
-
-@pytest.fixture(autouse=True)
-def _fresh(shop: Returns) -> Iterator[None]:
-    shop.forget()
-    yield
-    check_stock(shop)
+pytestmark = pytest.mark.usefixtures("fresh")
 
 
 def given_back(shop: Returns, order: str, verdict: str = "APPROVED") -> str:

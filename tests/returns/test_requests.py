@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 from uuid import uuid4
 
@@ -11,17 +10,11 @@ from sqlalchemy import text
 from sqlalchemy.exc import IntegrityError
 
 from tasks.validation import NotReturnable, Taken
-from tests.orders.books import check_stock
 from tests.returns.books import check_return
 from tests.returns.shop import Returns
 from tests.support.operations import at_once
 
-
-@pytest.fixture(autouse=True)
-def _fresh(shop: Returns) -> Iterator[None]:
-    shop.forget()
-    yield
-    check_stock(shop)
+pytestmark = pytest.mark.usefixtures("fresh")
 
 
 @pytest.fixture(scope="module")

@@ -127,7 +127,7 @@ def test_what_an_observer_has_noted_is_listed_and_shown(stage: Stage, run: Run) 
     (row,) = run("saga", "list", "--json").document
     assert (row["type"], row["key"], row["status"], row["waits"]) == ("order_placement", "o1", "COMPLETED", [])
     answer = run("saga", "show", "o1")
-    assert (answer.status, "seen: paid" in answer.out, "no operation of its own" in answer.out) == (0, True, True)
+    assert (answer.status, "seen: paid" in answer.out, "not an operation" in answer.out) == (0, True, True)
 
 
 # ---------------------------------------------------------------- show

@@ -6,6 +6,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+from sqlalchemy import text
 from sqlalchemy.orm import Session
 
 from idempotency import PermanentError, SettingsError, publish
@@ -116,10 +117,15 @@ def test_an_event_ends_no_wait_for_another_member_with_its_value(stage: Stage) -
 
 
 def test_no_publisher_fails_by_a_value_that_matches_no_saga(stage: Stage) -> None:
-    picking(stage)
+    handle = stage.enqueue(picking(stage), "r1")
+    stage.run()
     values: list[Any] = [None, True, 1.5, "", " ", [], {}, "Zo\u00eb", "a\x00b", "\ud800", "x" * 300, " r1", 10**400]
     for value in values:
         stage.publish("picked", {"id": value})
+    stage.run()
+    assert handle.status() == "released"
+    with stage.engine.connect() as connection:
+        assert connection.execute(text("SELECT count(*) FROM idempotency.saga_events")).scalar_one() == 0
 
 
 def test_an_event_that_ended_a_wait_is_there_for_the_replay(stage: Stage) -> None:

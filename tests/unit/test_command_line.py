@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import re
 from importlib import import_module
 from pathlib import Path
 
@@ -53,6 +55,25 @@ def test_messages_name_the_command_as_it_is_called_here(used: type[Framework], c
             assert str(remedy(missing)).endswith(f"run `{command} migrate`")
     finally:
         use_framework(before)
+
+
+def written_out(source: str) -> list[str]:
+    """The texts in a module that say `idempotency COMMAND`, except docstrings."""
+    tree = ast.parse(source)
+    named = re.compile(rf"\bidempotency ({'|'.join(root.COMMANDS)})\b")
+    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    texts = [node for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    return [str(text.value) for text in texts if id(text) not in docstrings and named.search(str(text.value))]
+
+
+def test_no_message_names_a_command_as_it_is_called_without_a_framework() -> None:
+    assert written_out('"""idempotency relay"""\nsay(f"{1} run `idempotency migrate`")') == [
+        " run `idempotency migrate`"
+    ]
+    modules = list(Path(root.__file__).parents[1].rglob("*.py"))
+    assert len(modules) > 100
+    found = {str(module): texts for module in modules if (texts := written_out(module.read_text()))}
+    assert found == {}
 
 
 def test_who_may_not_migrate_is_told_to_log_in_as_the_owner() -> None:

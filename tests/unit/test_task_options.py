@@ -58,7 +58,7 @@ def test_a_misspelt_option_is_refused_with_the_one_that_was_meant(app: Celery, g
         ("permanent_errors", int, "a tuple of exception classes"),
         ("provider", "stripe", "a ProviderContract, as idempotency.providers has them"),
         ("effect_types", ["capture"], "a mapping of effects' names to types"),
-        ("on_busy", "queue", "'ack', 'wait' or 'raise'"),
+        ("on_busy", "queue", "'ack' or 'wait'"),
         ("moves_money", "yes", "True or False"),
         ("moves_money", 1, "True or False"),
         ("max_attempts", "3", "a whole number from 1"),

@@ -42,14 +42,14 @@ def database_url(alias: str) -> str:
     if level != IsolationLevel.READ_COMMITTED:
         raise SettingsError(
             f"DATABASES[{alias!r}]: OPTIONS['isolation_level'] must be READ COMMITTED, in which attempts run and finish; "
-            "give another level to an alias of its own"
+            "give another level to a separate alias"
         )
     parameters = {
         name: str(value)
         for name, value in wrapper.get_connection_params().items()
         if name not in _NOT_LIBPQ and value is not None
     }
-    # from the start: else each attempt sets it, in a round trip of its own
+    # from the start: else each attempt sets it, in an extra round trip
     options = [parameters.get("options", ""), f"-c TimeZone={wrapper.timezone_name}"]
     if role := wrapper.settings_dict["OPTIONS"].get("assume_role"):
         escaped = re.sub(r"([\\\s])", r"\\\1", role)

@@ -92,7 +92,7 @@ class Using(using.Using[P, R_co], Generic[P, R_co]):
 
 @contextmanager
 def _transaction(args: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
-    """Django's transaction, for a call that does not begin with one of its own."""
+    """Django's transaction, for a call that does not begin with its own."""
     if args and is_caller(args[0]):
         yield ()
     else:

@@ -46,7 +46,6 @@ def test_a_new_operation_is_claimed(connection: Connection) -> None:
     answer = claim(connection, id, token="t1")
     assert isinstance(answer, Claimed)
     assert (answer.id, answer.token, answer.attempts, answer.generation) == (id, "t1", 1, 1)
-    assert answer.first_claim
     assert answer.effects == {}
     assert 0 <= answer.age < 10
     row = record(connection, id)
@@ -69,7 +68,6 @@ def test_a_lease_that_is_over_is_taken_over_with_a_new_fence_and_token(connectio
     assert taken.fence > held.fence
     assert taken.token != held.token
     assert taken.attempts == 2
-    assert not taken.first_claim
     assert taken.age >= 0
     assert seconds_from_now(connection, held.id, "locked_until") > LEASE - 10
 
@@ -340,7 +338,7 @@ def test_a_tenant_meets_nothing_of_another_one_s(
 def test_operations_of_one_key_are_independent(connection: Connection) -> None:
     one = completed(connection)
     other = OperationId(one.id.tenant, "tests.support.bank.transfer", one.id.key)
-    assert started(connection, other, fingerprint=OTHER).first_claim
+    assert started(connection, other, fingerprint=OTHER).attempts == 1
 
 
 def test_looking_up_shows_the_record_and_changes_nothing(connection: Connection) -> None:
