@@ -10,10 +10,13 @@ import secrets
 import subprocess
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from amqp.exceptions import NotFound
+from kombu import Connection
 from rich.console import Console
 from sqlalchemy import Engine, make_url
 
@@ -37,6 +40,24 @@ class Logins:
         """The addresses of a kind of process. Beats and relays look through all tenants."""
         role = RELAY if kind in ("relay", "beat") else APPLICATION
         return {"DATABASE_URL": self.databases[role], "BROKER_URL": self.brokers[kind], "REDIS_URL": self.redis}
+
+
+# The application's; it is imported once its environment is known.
+QUEUES = ("payments", "refunds", "orders", "notifications", "webhooks")
+
+
+def check_unused(servers: services.Services) -> None:
+    """Raise `ProcessError` if workers are consuming queues of these names on a broker that was given."""
+    if "rabbitmq" in servers.servers or not servers.broker_url.startswith("amqp"):
+        return
+    with Connection(servers.broker_url) as broker:
+        for name in QUEUES:
+            with suppress(NotFound), broker.channel() as channel:
+                if channel.queue_declare(name, passive=True).consumer_count:
+                    raise ProcessError(
+                        f"BROKER_URL: workers consume the queue {name!r} there, and this run wipes its broker; stop them, or "
+                        "unset BROKER_URL, DATABASE_URL and REDIS_URL: then it starts servers for itself"
+                    )
 
 
 def make_roles(servers: services.Services, engine: Engine, database_url: str, console: Console) -> Mapping[str, str]:

@@ -18,7 +18,7 @@ import services
 from demo.faults import CARRIER_FAULTS, MAIL_FAULTS, PROVIDER_FAULTS, Faults, faults_option
 from demo.flows import Engines, Options, Orders, Payments
 from demo.input import Intake
-from demo.logins import make_logins, make_roles
+from demo.logins import check_unused, make_logins, make_roles
 from demo.processes import Processes, free_port
 from demo.progress import Counted, Counter, Display
 from demo.report import Report
@@ -103,6 +103,7 @@ def run(intake: Intake, options: Options, console: Console) -> Report:
     with ExitStack() as stack:
         with watch.phase("servers"):
             servers = stack.enter_context(services.running())
+        check_unused(servers)
         broker = "redis" if urlsplit(servers.broker_url).scheme.startswith("redis") else "rabbitmq"
         console.print(f"servers: Postgres, Redis, {broker}; faults: {faults_option(PROVIDER_FAULTS | MAIL_FAULTS)}")
         console.print(f"shorter times than in production: {', '.join(f'{k}={v}' for k, v in TIMES.items())}")

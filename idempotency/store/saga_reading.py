@@ -21,9 +21,13 @@ WHERE g.key = %(key)s AND (g.service = %(service)s OR g.observed) AND (%(tenant)
 ORDER BY g.task <> coalesce(%(type)s::text, ''), g.tenant, g.task LIMIT 20
 """
 
+# Why it is undone; or, if there was nothing to undo, what its record has failed with.
+_ERROR = """coalesce(g.error, (SELECT r.error FROM idempotency.records r
+    WHERE (r.tenant, r.task, r.key) = (g.tenant, g.task, g.key) AND g.status = 'FAILED' AND r.status = 'failed')) AS error"""
+
 _SAGA = f"""
-SELECT id, tenant, task AS type, key, service, observed, generation, entity_id, status, error, stopped, stops, waits_for, created_at, updated_at
-FROM idempotency.sagas WHERE {ROW}
+SELECT id, tenant, task AS type, key, service, observed, generation, entity_id, status, {_ERROR}, stopped, stops, waits_for, created_at, updated_at
+FROM idempotency.sagas g WHERE {ROW}
 """
 
 _TASKS = f"""
@@ -38,14 +42,14 @@ SELECT DISTINCT named.task FROM family JOIN idempotency.saga_steps s USING (saga
 """
 
 # What the filters choose first, then what each of those waits for.
-_LIST = """
-SELECT g.tenant, g.task AS type, g.key, g.entity_id, g.status, g.stopped, letter.last_error AS why, g.error, waits.waits,
+_LIST = f"""
+SELECT g.tenant, g.task AS type, g.key, g.entity_id, g.status, g.stopped, letter.last_error AS why, {_ERROR}, waits.waits,
        g.created_at, g.updated_at
 FROM (
     SELECT g.* FROM idempotency.sagas g
     WHERE (g.service = %(service)s OR g.observed)
       AND (%(status)s::text IS NULL OR g.status = %(status)s) AND (%(type)s::text IS NULL OR g.task = %(type)s)
-      AND (%(tenant)s::text IS NULL OR g.tenant = %(tenant)s) {stopped}
+      AND (%(tenant)s::text IS NULL OR g.tenant = %(tenant)s) {{stopped}}
       AND (%(older_than)s::float8 IS NULL OR g.created_at < clock_timestamp() - make_interval(secs => %(older_than)s))
       AND (%(waits_for)s::text IS NULL OR EXISTS (
           SELECT FROM idempotency.saga_steps s

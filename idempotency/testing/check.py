@@ -8,12 +8,15 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from celery import Celery
 from celery.canvas import Signature
 
+from ..application import settings_of
 from ..sagas import SagaTask
 from ..wire import results
 from ..worker.task import IdempotentTask
 from .call import CallUnderTest
+from .database import prepare
 from .differences import CALLS, EFFECTS, ENQUEUED, OUTCOME, RESULT, SENT, Left, Masked, Row, acts, masked
 from .ground import Ground
 from .recording import RecordingServer
@@ -81,6 +84,7 @@ class AssertIdempotent:
                 f"assert_idempotent: {task.name} is a saga, which may wait for days; check the tasks that it calls, and run "
                 "it with idempotency_outbox"
             )
+        _migrate_once(task.app, allow_database)
         ground = Ground(task.app, tables, allow_database=allow_database)
         try:
             ignored = ground.ignored(ignore)
@@ -95,6 +99,17 @@ class AssertIdempotent:
         finally:
             ground.close()
             self._server.forget()
+
+
+# The databases whose tables are of this version.
+_migrated: set[str] = set()
+
+
+def _migrate_once(app: Celery, allow_database: str | None) -> None:
+    url = settings_of(app).database_url.get_secret_value()
+    if url not in _migrated:
+        prepare(app, allow_database=allow_database)
+        _migrated.add(url)
 
 
 class _Check:
