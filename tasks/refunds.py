@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from sqlalchemy import select
@@ -19,13 +20,14 @@ from idempotency import (
     OperationId,
     PermanentError,
     StoredRefusal,
+    Undecided,
     Unfinished,
     publish,
 )
 from idempotency.providers import STRIPE
 
 from . import app, ledger
-from .gateway import Outcome, Result
+from .gateway import GatewayError, Outcome, Result
 from .models import Payment, PaymentEvent, Refund
 from .once import check_not_carried_out, insert_once
 from .outside import gateway
@@ -249,21 +251,28 @@ def find_refund(
     doubt: EffectInDoubt,
     tenant: str = DEFAULT,
 ) -> Outcome:
-    """What became of a refund: what the provider has reported of it, or what it answers."""
-    made = reported_refund(refund_id, doubt.idempotency_key, tenant=tenant)
+    """What became of a refund: what the provider answers, or, if that decides nothing, what it has reported.
+
+    Asked first, unlike about a charge: a refund that was made may fail afterwards, and its answer is the later one.
+    """
+    reported = partial(_reported, refund_id, amount, doubt.idempotency_key, tenant=tenant)
+    asked: dict[str, Any] = {"refund_id": refund_id, "payment_id": payment_id, "charge_id": charge_id, "amount": amount}
+    try:
+        answer = gateway.find_refund(**asked, doubt=doubt, tenant=tenant)
+    except (GatewayError, Defer, Undecided):
+        if (known := reported()) is None:
+            raise
+        return known
+    is_decided = isinstance(answer, Happened) or (isinstance(answer, DidNotHappen) and answer.refusal is not None)
+    return answer if is_decided else reported() or answer
+
+
+def _reported(refund_id: str, amount: int, effect_key: str, *, tenant: str) -> Outcome | None:
+    made = reported_refund(refund_id, effect_key, tenant=tenant)
     if made is not None:
         return Happened({"id": made.id, "amount": amount, "currency": made.currency, "status": SUCCEEDED})
-    code = reported_refund_failure(refund_id, doubt.idempotency_key, tenant=tenant)
-    if code is not None:
-        return DidNotHappen(StoredRefusal(f"the refund has failed: {code}", code))
-    return gateway.find_refund(
-        refund_id=refund_id,
-        payment_id=payment_id,
-        charge_id=charge_id,
-        amount=amount,
-        doubt=doubt,
-        tenant=tenant,
-    )
+    code = reported_refund_failure(refund_id, effect_key, tenant=tenant)
+    return None if code is None else DidNotHappen(StoredRefusal(f"the refund has failed: {code}", code))
 
 
 def _reported_as_made(task: IdempotentTask, refund_id: str) -> dict[str, Any] | None:

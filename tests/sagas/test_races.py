@@ -450,7 +450,7 @@ RACES: tuple[tuple[Any, Sequence[tuple[Any, str, str]]], ...] = (
             (dead_letters, "AND status = 'failed' AND generation = %(generation)s", ""),
         ],
     ),
-    (retry_and_undone_by_hand, [(letters, "%(reason)s::text IS NULL OR ", "")]),
+    (retry_and_undone_by_hand, [(letters, "CASE status WHEN 'open' THEN 'replayed' ELSE status END", "status")]),
     # a cancel that does not see the replay is refused, and a person looks again: nothing has to decide it
     (replay_or_cancel, []),
 )
