@@ -17,7 +17,7 @@ from ..attempt.conclusions import Entry
 from ..attempt.effects import DidNotHappen, Happened
 from ..attempt.runtime import Runtime
 from ..errors import ChangeRefused, EffectUnknown, InvalidResult, PermanentError, Unfinished
-from ..store import ends, letters, operations, saga_changes
+from ..store import corrections, ends, operations, saga_changes
 from ..store.answers import error_fields, error_text, permanent_error
 from ..store.ends import FailedEnd
 from ..store.sagas import COMPENSATING, RESOLVED
@@ -71,7 +71,7 @@ def resolve_effect(
                 cause, skip = _cause(row, change), skip or broken
                 concluded = conclude(connection, shown.id, row, cause, policy, arguments, skip, entries=entries)
                 ended = replace(concluded.end, changed={name: resolved, **concluded.end.changed})
-                letters.update_open_letter(connection, shown.id, row.generation, ended, reason=concluded.reason)
+                corrections.update_open_letter(connection, shown.id, row.generation, ended, reason=concluded.reason)
                 details |= {} if concluded.broken is None else {"on_failed_error": concluded.broken}
             fence = ends.conclude(connection, shown.id, ended, fence=row.fence)
             details |= {"state": word["state"], "ended_as": ended.code}

@@ -13,12 +13,10 @@ from typing import Any
 
 from sqlalchemy import Connection
 
-from ..errors import EffectUnknown, Unfinished
 from ..wire.delivery import Delivery
 from ..wire.keys import OperationId
 from ..wire.message import Message
 from .answers import Claimed
-from .ends import FailedEnd
 
 
 def insert_sql(source: str, columns: Mapping[str, str], *, rows: str = "") -> str:
@@ -51,12 +49,12 @@ def insert_for_rows_sql(rows: str, *, reason: str, error: str, attempts: str, ge
         "attempts": attempts,
         "payload": "message",
         "consumer_service": "%(service)s",
-        **_of_earlier(f"{rows}.tenant", f"{rows}.task", f"{rows}.key"),
+        **of_earlier(f"{rows}.tenant", f"{rows}.task", f"{rows}.key"),
     }
     return insert_sql("relay", columns, rows=f"FROM {rows}")
 
 
-def _of_earlier(tenant: str, task: str, key: str) -> dict[str, str]:
+def of_earlier(tenant: str, task: str, key: str) -> dict[str, str]:
     """What the earlier letters of an operation say of the saga that has used it: they are purged before an open one."""
     earlier = f"FROM idempotency.dead_letters e WHERE (e.tenant, e.task, e.key) = ({tenant}, {task}, {key})"
     return {
@@ -85,7 +83,7 @@ _STORE = insert_sql(
         "attempts": "%(attempts)s",
         "headers": "%(headers)s",
         "payload": "%(message)s",
-        **_of_earlier("%(tenant)s", "%(task)s", "%(key)s"),
+        **of_earlier("%(tenant)s", "%(task)s", "%(key)s"),
     },
 )
 
@@ -112,7 +110,7 @@ _STORE_MESSAGE = (
             "headers": "%(headers)s",
             "payload": "%(payload)s",
             "digest": "%(digest)s",
-            **_of_earlier("coalesce(%(tenant)s, o.tenant)", "coalesce(%(task)s, o.task)", "coalesce(%(key)s, o.key)"),
+            **of_earlier("coalesce(%(tenant)s, o.tenant)", "coalesce(%(task)s, o.task)", "coalesce(%(key)s, o.key)"),
         },
         rows="FROM (SELECT) one LEFT JOIN idempotency.outbox o ON o.message_id = %(message_id)s",
     )
@@ -121,7 +119,7 @@ _STORE_MESSAGE = (
 
 # A letter that was stored before its operation was known (an old worker lacked the task, say) now becomes the
 # operation's letter: it is the same message, and a second letter would leave the first open forever.
-_ADOPTED = ", ".join(f"{name} = {said}" for name, said in _of_earlier("%(tenant)s", "%(task)s", "%(key)s").items())
+_ADOPTED = ", ".join(f"{name} = {said}" for name, said in of_earlier("%(tenant)s", "%(task)s", "%(key)s").items())
 _ADOPT = f"""
 UPDATE idempotency.dead_letters d
 SET tenant = %(tenant)s, task = %(task)s, key = %(key)s, generation = %(generation)s,
@@ -240,38 +238,6 @@ def kept_delivery(id: OperationId, record: Any, arguments: Mapping[str, Any]) ->
     headers = headers_of(record.message)
     task_id = str(headers.get("id", ""))
     return Delivery(id, record.fingerprint, arguments, task_id, record.message, headers, record.queue)
-
-
-_UPDATE_OPEN_LETTER = """
-UPDATE idempotency.dead_letters SET reason = %(reason)s, last_error = %(error)s
-WHERE tenant = %(tenant)s AND task = %(task)s AND key = %(key)s AND generation = %(generation)s
-  AND status = 'open' AND source <> 'relay' AND reason NOT IN ('fingerprint_mismatch', 'service_mismatch', %(reason)s)
-"""
-
-
-# A saga that has gone on from the end may have closed it, and what it says now needs a person.
-_REOPEN_LETTER = """
-UPDATE idempotency.dead_letters SET status = 'open', closed_at = NULL, reason = %(reason)s, last_error = %(error)s
-WHERE id = (
-    SELECT max(id) FROM idempotency.dead_letters
-    WHERE tenant = %(tenant)s AND task = %(task)s AND key = %(key)s AND generation = %(generation)s
-      AND source <> 'relay' AND reason NOT IN ('fingerprint_mismatch', 'service_mismatch')
-    HAVING NOT bool_or(status = 'open'))
-"""
-
-
-def update_open_letter(
-    connection: Connection, id: OperationId, generation: int, end: FailedEnd, *, reason: str
-) -> None:
-    """Give a failed operation's open letter the reason of its corrected end, so that it is not replayed for the old one.
-
-    An end in doubt opens it again if it was closed.
-    """
-    fields = {"tenant": id.tenant, "task": id.task, "key": id.key, "generation": generation}
-    fields |= {"reason": reason, "error": end.error}
-    connection.exec_driver_sql(_UPDATE_OPEN_LETTER, fields)
-    if end.code in (EffectUnknown.default_code, Unfinished.default_code):
-        connection.exec_driver_sql(_REOPEN_LETTER, fields)
 
 
 _CLOSE = """

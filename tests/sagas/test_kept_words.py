@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from sqlalchemy import text
 
-from idempotency import EffectUnknown, Happened, IdempotentTask, PermanentError
+from idempotency import DidNotHappen, EffectUnknown, Happened, IdempotentTask, PermanentError
 from idempotency.errors import CallFailed, ReplayRefused
 from idempotency.operate import saga as operate
 from idempotency.operate.replay import replay
@@ -240,3 +240,25 @@ def test_closed_letters_of_an_operation_are_found_by_an_index(stage: Stage, whic
         rows = connection.exec_driver_sql("EXPLAIN " + statements[which], names).scalars()
         plan = "\n".join(rows)
     assert "Seq Scan on dead_letters" not in plan
+
+
+def test_a_corrected_answer_has_a_letter_though_the_closed_one_is_purged(stage: Stage) -> None:
+    """The record lives longer, because a person's word prolongs it."""
+    charging = charging_of(stage)
+
+    @saga("parent", key="{id}", app=stage.app)
+    def parent(saga: Any, id: str) -> Any:
+        saga.call(charging)
+
+    handle = stage.enqueue(parent, "r1")
+    stage.run()
+    found(stage, charging, DidNotHappen(), end=True)
+    stage.run()
+    assert (handle.status(), open_letters(stage, "charging")) == ("failed", [])
+    with stage.engine.connect() as connection:
+        connection.execute(text("UPDATE idempotency.dead_letters SET closed_at = 'epoch' WHERE status <> 'open'"))
+    maintenance.purge(stage.app)
+    assert found(stage, charging, Happened("ch_1")) == "unfinished"
+    assert open_letters(stage, "charging") == ["unfinished"]
+    replay(stage.app, letter_of(stage, charging), ANN)
+    stage.run()
