@@ -239,6 +239,7 @@ def refund_payment(
     if refund.provider_refund_id not in (None, refunded["id"]):  # under another key, which a person took for not made
         raise PermanentError(f"refund {refund_id}: made twice, also as {refund.provider_refund_id}", "refunded_twice")
     mark_refunded(self.session, refund, refunded["id"])
+    settle_later(self.session, self.session.get_one(Payment, (self.tenant, refund.payment_id)))
     return {"status": refund.status, "refund": refunded["id"]}
 
 

@@ -38,6 +38,11 @@ LOCK_SECONDS = 30
 # Seconds for which another report waits for it: those of other charges wait behind it.
 WAIT_SECONDS = 2
 
+# The reason of a refund that no request of ours has asked for.
+AT_THE_SITE = "made at the provider"
+# Of our own refunds, those that may be what is reported.
+UNDECIDED = ("pending", "reserved", "unknown")
+
 Settled = Literal["applied", "duplicate", "waiting"]
 
 _LOCK = text("""
@@ -202,8 +207,15 @@ def _refund_of(session: Session, payment: Payment, report: Report) -> Refund | N
         return refund
     if payment.status != "captured" or payment.charge_id != report.charge_id or report.amount == 0:
         return None
+    of_payment = select(Refund).filter_by(tenant=payment.tenant, payment_id=payment.id)
+    known = session.scalars(of_payment.filter_by(provider_refund_id=report.object_id).with_for_update()).first()
+    if known is not None:
+        return known
+    undecided = of_payment.filter_by(amount=report.amount, provider_refund_id=None)
+    if session.scalars(undecided.where(Refund.status.in_(UNDECIDED), Refund.reason != AT_THE_SITE)).first() is not None:
+        return None  # perhaps one of ours, whose name the provider does not tell: its task finds it, and says so
     id = {"tenant": payment.tenant, "id": f"{report.gateway}-{report.object_id}"}
-    about = {"payment_id": payment.id, "amount": report.amount, "reason": "made at the provider", "status": "pending"}
+    about = {"payment_id": payment.id, "amount": report.amount, "reason": AT_THE_SITE, "status": "pending"}
     insert_unless_there(session, Refund, {**id, **about})
     return session.get_one(Refund, (id["tenant"], id["id"]), with_for_update=True)
 

@@ -9,7 +9,7 @@ from celery import Celery
 
 from ..application import settings_of
 from ..errors import InvalidArguments, SettingsError
-from ..settings import Settings
+from ..settings import PREFIX, Settings
 from ..wire import keys
 from ..worker.task import IdempotentTask
 from .findings import Finding, ok, refusal, warning
@@ -32,8 +32,9 @@ def read_settings(app: Celery) -> tuple[Settings | None, list[Finding]]:
 
 
 def _got(app: Celery, setting: str) -> str:
-    # never an address, which has a password; if two settings conflict, the error already has both values
-    value = None if setting.endswith("_url") else app.conf.get(setting)
+    # never a secret, as an address is, nor what is misspelt, which may be one; if two settings conflict, the error has both values
+    field = Settings.model_fields.get(setting.removeprefix(PREFIX))
+    value = None if field is None or "SecretStr" in repr(field.annotation) else app.conf.get(setting)
     return "" if value is None else f", got {value!r}"
 
 

@@ -93,6 +93,15 @@ def test_a_setting_that_would_lose_work_is_refused_with_both_values(
     assert any(line in refused for refused in refusals(configured))
 
 
+@pytest.mark.parametrize("setting", ["idempotency_message_secrets", "idempotency_message_secret"])
+def test_a_secret_that_is_refused_is_not_shown(configured: Celery, setting: str) -> None:
+    """Nor one under a name that is misspelt."""
+    configured.conf[setting] = ["too-short"]
+    found = refusals(configured)
+    assert any(setting in each for each in found)
+    assert "too-short" not in "".join(found)
+
+
 def test_a_queue_that_no_idempotent_task_uses_may_be_of_any_kind(configured: Celery, rabbitmq: None) -> None:
     configured.conf.task_queues = [*configured.conf.task_queues, Queue("reports")]
     configured.amqp.__dict__.pop("queues", None)
