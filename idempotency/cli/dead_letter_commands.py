@@ -336,6 +336,8 @@ def _each(
             errors.print(
                 plain(f"idempotency: dead letter {letter}: {why}" if why != str(error) else f"idempotency: {why}"),
                 markup=False,
+                highlight=False,
+                soft_wrap=True,
             )
     if as_json:
         print_json({done: succeeded, "refused": refused})

@@ -6,7 +6,8 @@ from sqlalchemy.exc import DBAPIError, OperationalError
 
 from ..errors import IdempotencyError
 from ..observe.outages import WRONG_ADDRESS, reason
-from ..store.refused import remedy
+from ..store.refused import INSUFFICIENT_PRIVILEGE, remedy
+from ..store.rights import OPERATOR
 from ..store.statements import describe
 
 
@@ -17,6 +18,12 @@ def sentence(error: Exception) -> str | None:
             return str(error)
         case OperationalError():
             return _no_answer(error)
+        case DBAPIError() if getattr(error.orig, "sqlstate", None) == INSUFFICIENT_PRIVILEGE:
+            if "idempotency.tenant" in describe(error):
+                return (
+                    f"{describe(error)}; log in with a role that sees all tenants, as {OPERATOR} does (docs/rights.md)"
+                )
+            return f"{remedy(error)}; where there are roles, commands are {OPERATOR}'s, and migrations the owner's (docs/rights.md)"
         case DBAPIError():
             return remedy(error) or f"the database refused: {describe(error)}"
     return None

@@ -15,7 +15,7 @@ from .statements import describe, driver_error
 
 # undefined_table, undefined_column, invalid_schema_name, undefined_function
 _NOT_MIGRATED = ("42P01", "42703", "3F000", "42883")
-_INSUFFICIENT_PRIVILEGE = "42501"
+INSUFFICIENT_PRIVILEGE = "42501"
 # What a role needs on each of our tables, except that the audit table is append-only.
 _RIGHTS, _AUDIT_RIGHTS = "SELECT, INSERT, UPDATE, DELETE", "SELECT, INSERT"
 
@@ -30,11 +30,11 @@ def remedy(error: BaseException) -> str | None:
     if state in _NOT_MIGRATED:
         run = f"run `{framework().command} migrate`"
         return f"the database does not have the tables of this version ({describe(driver)}); {run}"
-    if state == _INSUFFICIENT_PRIVILEGE and "idempotency.tenant" in describe(driver):
+    if state == INSUFFICIENT_PRIVILEGE and "idempotency.tenant" in describe(driver):
         return f"{describe(driver)}; `SELECT idempotency.about('tenant')` sets it for a transaction (docs/tenants.md)"
-    if state == _INSUFFICIENT_PRIVILEGE and "must be owner" in describe(driver):
+    if state == INSUFFICIENT_PRIVILEGE and "must be owner" in describe(driver):
         return f"a right is missing ({describe(driver)}); log in as its owner or as a member of it"
-    if state == _INSUFFICIENT_PRIVILEGE:
+    if state == INSUFFICIENT_PRIVILEGE:
         return f"a right is missing ({describe(driver)}); {_needed(getattr(error, 'statement', None) or '')}"
     return None
 

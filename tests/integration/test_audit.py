@@ -241,3 +241,14 @@ def test_the_doctor_names_a_login_that_could_empty_the_audit(
     assert found() == [(Level.WARNING, f"{superuser.url.username!r} is a superuser")]
     configured.conf.idempotency_database_url = url_of(APPLICATION, walled)
     assert found() == []
+
+
+@pytest.mark.parametrize("command", [("saga", "list"), ("show", "a"), ("dead-letters", "list")])
+def test_a_command_under_the_applications_role_names_the_role_that_it_needs(
+    run: Run, configured: Celery, walled: str, command: tuple[str, ...]
+) -> None:
+    close_runtime(configured)
+    configured.conf.idempotency_database_url = url_of(APPLICATION, walled)
+    answer = run(*command)
+    assert answer.status == 1
+    assert "idempotency_operator" in answer.error
