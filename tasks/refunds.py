@@ -123,6 +123,9 @@ def refund_failed(session: Session, operation: Operation, error: PermanentError)
     """
     refund, payment = locked(session, operation.arguments["refund_id"], tenant=operation.tenant)
     if refund is None or refund.status in MADE:
+        # Reported as made, and the provider itself says by now that it has failed. A person's word does not undo its report.
+        if refund is not None and refund.status == "refunded" and isinstance(error, StoredRefusal):
+            reverse(session, refund, REFUSED_AFTERWARDS)
         return
     if isinstance(error, EffectUnknown | Unfinished):
         if payment is not None and fits(refund, payment):
@@ -198,14 +201,12 @@ def _request(refund: Refund, payment: Payment, tenant: str) -> dict[str, Any]:
 def free(session: Session, reserved: dict[str, Any]) -> None:
     """Undo `reserve`: the amount can be refunded again. Records name it, so it cannot be renamed or moved.
 
-    If the refund was reported as made before the provider said that it has failed, it is reversed, unless that was reported, too.
+    Not that of a refund which the provider has reported as made: see `refund_failed`.
     """
     refund, payment = locked(session, reserved["refund_id"], tenant=reserved.get("tenant", DEFAULT))
     assert refund is not None
     assert payment is not None
-    if refund.status == "refunded":
-        reverse(session, refund, REFUSED_AFTERWARDS)
-    elif refund.status in COUNTED:
+    if refund.status in ("reserved", "unknown"):
         move(refund, payment, "pending")
 
 

@@ -142,8 +142,9 @@ def _forged(app: Celery, message: Message) -> str | None:
 def _calls_others(name: str, headers: Mapping[str, Any], payload: Any) -> bool:
     """Whether a plain task's message has its worker call other tasks, in the application's name: after it, or as its arguments say."""
     _, _, embed = payload
-    # what the body does not have, Celery takes from the headers
-    return any((embed or {}).get(each) or headers.get(each) for each in _FOLLOWERS) or name in _CALLERS
+    # what the body does not name, Celery takes from the headers
+    called = {each: headers.get(each) for each in _FOLLOWERS} | (embed or {})
+    return any(called[each] for each in _FOLLOWERS) or name in _CALLERS
 
 
 def _may_be_deep(body: Any) -> bool:

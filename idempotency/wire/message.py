@@ -292,7 +292,7 @@ def senders_headers(given: Mapping[str, Any]) -> dict[str, Any]:
     """
     if (beyond := beyond_limits(given, None, body_limit=0)) is not None:
         raise InvalidArguments(beyond)
-    if fields := sorted(CELERYS_FIELDS & given.keys()):
+    if fields := sorted((CELERYS_FIELDS | set(MISPLACED)) & given.keys()):
         raise InvalidArguments(f"headers: {fields[0]!r} is a field of Celery's message")
     kept = () if VERSION_HEADER in given else (KEY_HEADER, TENANT_HEADER)
     return {

@@ -104,3 +104,22 @@ def test_a_refund_that_was_made_twice_is_on_the_list(shop: Returns) -> None:
     assert f"made twice, also as {first}" in shop.one(open_, id=refund_id)[0]
     (second,) = [done["id"] for done in shop.provider._done.values() if done["id"] > first and done["amount"] == 400]
     assert settle(shop, of_refund(order, refund_id, charge, "succeeded", second)) == ["waiting"]
+
+
+def test_a_wrong_word_does_not_undo_what_the_provider_has_reported(shop: Returns) -> None:
+    from idempotency.operate.cancel import cancel
+
+    order, charge, refund_id, there = silent_refund(shop)
+    id = OperationId("default", "refunds.refund_payment", refund_id)
+
+    def seen() -> Any:
+        with runtime_of(shop.app).autocommit() as connection:
+            return read(connection, id, settings_of(shop.app).service)
+
+    with shop.operating():
+        cancel(shop.app, seen(), ANN, may_have_happened=True)
+    assert settle(shop, of_refund(order, refund_id, charge, "succeeded", there)) == ["applied"]
+    with shop.operating():
+        resolve_effect(shop.app, seen(), "refund", DidNotHappen(), ANN, end=True)
+    assert shop.one("SELECT status FROM refunds WHERE id = :id", id=refund_id)[0] == "refunded"
+    assert (shop.provider.net(order), posted_net(shop, order)) == (600, 600)

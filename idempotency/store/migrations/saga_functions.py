@@ -1,22 +1,8 @@
 """The functions and triggers of migration 0014, which are most of what a saga's waiting is."""
 
-FUNCTIONS = """
--- A row's transaction is what asks for its operation: what that published before the row counts as published after it.
-ALTER TABLE idempotency.outbox ALTER COLUMN created_at SET DEFAULT now();
-
--- When an operation was asked for first. Without an outbox row, as `apply_async` sends it: when it was claimed first.
-CREATE FUNCTION idempotency.accepted_at(of_tenant text, of_task text, of_key text) RETURNS timestamptz
-LANGUAGE sql VOLATILE AS $$
-    SELECT coalesce(
-        least((SELECT min(o.created_at) FROM idempotency.outbox o
-               WHERE o.tenant = of_tenant AND o.task = of_task AND o.key = of_key),
-              (SELECT r.created_at FROM idempotency.records r
-               WHERE r.tenant = of_tenant AND r.task = of_task AND r.key = of_key)),
-        clock_timestamp())
-$$;
-
+RESUME_SAGA = """
 -- A saga goes on: its next delivery, written when it began to wait, is due. Its budget of time begins anew.
-CREATE FUNCTION idempotency.resume_saga(saga idempotency.sagas) RETURNS void LANGUAGE plpgsql AS $$
+CREATE OR REPLACE FUNCTION idempotency.resume_saga(saga idempotency.sagas) RETURNS void LANGUAGE plpgsql AS $$
 BEGIN
     -- the record before its letters, by everybody
     PERFORM FROM idempotency.records r
@@ -49,7 +35,83 @@ BEGIN
         PERFORM pg_notify('idempotency_outbox', '');
     END IF;
 END $$;
+"""
 
+END_OF_OPERATION = """
+-- The end of an operation: whoever called it goes on, in the same commit. And only its own code ends a saga, undone before.
+CREATE OR REPLACE FUNCTION idempotency.end_of_operation() RETURNS trigger LANGUAGE plpgsql AS $$
+DECLARE
+    found record;
+    saga idempotency.sagas;
+    is_seen boolean;
+    mark text;
+    -- Calls that this transaction has failed. It may correct that before anyone has seen it.
+    failed_here text := coalesce(current_setting('idempotency.failed_here', true), '');
+BEGIN
+    IF EXISTS (
+        SELECT FROM idempotency.sagas g
+        WHERE g.tenant = NEW.tenant AND g.task = NEW.task AND g.key = NEW.key AND NOT g.observed
+          AND g.status <> CASE NEW.status WHEN 'completed' THEN 'COMPLETED' ELSE 'FAILED' END
+    ) THEN
+        RAISE EXCEPTION 'a saga that has not ended' USING ERRCODE = 'check_violation', CONSTRAINT = 'saga_has_ended';
+    END IF;
+    FOR found IN
+        SELECT s.saga_id, s.generation, s.position, s.state, s.kind, s.ended_at FROM idempotency.saga_steps s
+        WHERE s.tenant = NEW.tenant AND s.call_task = NEW.task AND s.call_key = NEW.key
+          AND (s.state = 'begun' OR s.state = 'failed' AND (s.kind = 'call' OR NEW.status = 'completed'))
+        ORDER BY s.saga_id, s.generation, s.position
+    LOOP
+        -- what it records from here on, it records after this
+        SELECT * INTO saga FROM idempotency.sagas g WHERE g.id = found.saga_id FOR NO KEY UPDATE;
+        mark := format('[%s %s %s]', found.saga_id, found.generation, found.position);
+        -- A person has said what became of it. Code that has seen the failure gets the same one again.
+        IF found.kind = 'call' AND found.state = 'failed' THEN
+            CONTINUE WHEN saga.generation <> found.generation OR saga.status NOT IN ('RUNNING', 'COMPENSATING');
+            is_seen := position(mark IN failed_here) = 0 AND (
+                saga.waits_for IS NULL OR saga.stopped IS NOT NULL OR EXISTS (
+                    SELECT FROM idempotency.saga_steps s
+                    WHERE s.saga_id = saga.id AND s.generation = saga.generation AND s.begun_at > found.ended_at));
+            CONTINUE WHEN saga.status = 'RUNNING' AND is_seen;
+        END IF;
+        IF found.state = 'begun' OR saga.status = 'COMPENSATING' THEN
+            PERFORM idempotency.signal_saga(found.saga_id);
+        END IF;
+        UPDATE idempotency.saga_steps s
+        SET state = CASE NEW.status WHEN 'completed' THEN 'done' ELSE 'failed' END,
+            result = NEW.result, error = CASE NEW.status WHEN 'failed' THEN NEW.error END,
+            -- after all that is recorded by now, also if the clock has gone back: a failover leads to another server's
+            ended_at = greatest(clock_timestamp(), (
+                SELECT l.begun_at FROM idempotency.saga_steps l
+                WHERE l.saga_id = found.saga_id AND l.generation = found.generation ORDER BY l.position DESC LIMIT 1))
+        WHERE (s.saga_id, s.generation, s.position) = (found.saga_id, found.generation, found.position);
+        IF NEW.status = 'failed' THEN
+            failed_here := failed_here || mark;
+            PERFORM set_config('idempotency.failed_here', failed_here, true);
+        END IF;
+    END LOOP;
+    RETURN NULL;
+END $$;
+"""
+
+FUNCTIONS = (
+    """
+-- A row's transaction is what asks for its operation: what that published before the row counts as published after it.
+ALTER TABLE idempotency.outbox ALTER COLUMN created_at SET DEFAULT now();
+
+-- When an operation was asked for first. Without an outbox row, as `apply_async` sends it: when it was claimed first.
+CREATE FUNCTION idempotency.accepted_at(of_tenant text, of_task text, of_key text) RETURNS timestamptz
+LANGUAGE sql VOLATILE AS $$
+    SELECT coalesce(
+        least((SELECT min(o.created_at) FROM idempotency.outbox o
+               WHERE o.tenant = of_tenant AND o.task = of_task AND o.key = of_key),
+              (SELECT r.created_at FROM idempotency.records r
+               WHERE r.tenant = of_tenant AND r.task = of_task AND r.key = of_key)),
+        clock_timestamp())
+$$;
+
+"""
+    + RESUME_SAGA
+    + """
 -- One of the things that a saga may wait for has happened. By the row's lock, this or the beginning of a wait sees the other.
 CREATE FUNCTION idempotency.signal_saga(saga_id uuid) RETURNS void LANGUAGE plpgsql AS $$
 DECLARE
@@ -150,60 +212,9 @@ END $$;
 CREATE CONSTRAINT TRIGGER signal_waiting AFTER INSERT ON idempotency.saga_events
     DEFERRABLE INITIALLY DEFERRED FOR EACH ROW EXECUTE FUNCTION idempotency.signal_waiting();
 
--- The end of an operation: whoever called it goes on, in the same commit. And only its own code ends a saga, undone before.
-CREATE FUNCTION idempotency.end_of_operation() RETURNS trigger LANGUAGE plpgsql AS $$
-DECLARE
-    found record;
-    saga idempotency.sagas;
-    is_seen boolean;
-    mark text;
-    -- Calls that this transaction has failed. It may correct that before anyone has seen it.
-    failed_here text := coalesce(current_setting('idempotency.failed_here', true), '');
-BEGIN
-    IF EXISTS (
-        SELECT FROM idempotency.sagas g
-        WHERE g.tenant = NEW.tenant AND g.task = NEW.task AND g.key = NEW.key AND NOT g.observed
-          AND g.status <> CASE NEW.status WHEN 'completed' THEN 'COMPLETED' ELSE 'FAILED' END
-    ) THEN
-        RAISE EXCEPTION 'a saga that has not ended' USING ERRCODE = 'check_violation', CONSTRAINT = 'saga_has_ended';
-    END IF;
-    FOR found IN
-        SELECT s.saga_id, s.generation, s.position, s.state, s.kind, s.ended_at FROM idempotency.saga_steps s
-        WHERE s.tenant = NEW.tenant AND s.call_task = NEW.task AND s.call_key = NEW.key
-          AND (s.state = 'begun' OR s.state = 'failed' AND (s.kind = 'call' OR NEW.status = 'completed'))
-        ORDER BY s.saga_id, s.generation, s.position
-    LOOP
-        -- what it records from here on, it records after this
-        SELECT * INTO saga FROM idempotency.sagas g WHERE g.id = found.saga_id FOR NO KEY UPDATE;
-        mark := format('[%s %s %s]', found.saga_id, found.generation, found.position);
-        -- A person has said what became of it. Code that has seen the failure gets the same one again.
-        IF found.kind = 'call' AND found.state = 'failed' THEN
-            CONTINUE WHEN saga.generation <> found.generation OR saga.status NOT IN ('RUNNING', 'COMPENSATING');
-            is_seen := position(mark IN failed_here) = 0 AND (
-                saga.waits_for IS NULL OR saga.stopped IS NOT NULL OR EXISTS (
-                    SELECT FROM idempotency.saga_steps s
-                    WHERE s.saga_id = saga.id AND s.generation = saga.generation AND s.begun_at > found.ended_at));
-            CONTINUE WHEN saga.status = 'RUNNING' AND is_seen;
-        END IF;
-        IF found.state = 'begun' OR saga.status = 'COMPENSATING' THEN
-            PERFORM idempotency.signal_saga(found.saga_id);
-        END IF;
-        UPDATE idempotency.saga_steps s
-        SET state = CASE NEW.status WHEN 'completed' THEN 'done' ELSE 'failed' END,
-            result = NEW.result, error = CASE NEW.status WHEN 'failed' THEN NEW.error END,
-            -- after all that is recorded by now, also if the clock has gone back: a failover leads to another server's
-            ended_at = greatest(clock_timestamp(), (
-                SELECT l.begun_at FROM idempotency.saga_steps l
-                WHERE l.saga_id = found.saga_id AND l.generation = found.generation ORDER BY l.position DESC LIMIT 1))
-        WHERE (s.saga_id, s.generation, s.position) = (found.saga_id, found.generation, found.position);
-        IF NEW.status = 'failed' THEN
-            failed_here := failed_here || mark;
-            PERFORM set_config('idempotency.failed_here', failed_here, true);
-        END IF;
-    END LOOP;
-    RETURN NULL;
-END $$;
-CREATE TRIGGER end_of_operation AFTER INSERT OR UPDATE OF status ON idempotency.records
+"""
+    + END_OF_OPERATION
+    + """CREATE TRIGGER end_of_operation AFTER INSERT OR UPDATE OF status ON idempotency.records
     FOR EACH ROW WHEN (NEW.status IN ('completed', 'failed')) EXECUTE FUNCTION idempotency.end_of_operation();
 
 -- A saga's rows go with its record.
@@ -225,3 +236,4 @@ EXCEPTION WHEN OTHERS THEN
     RETURN to_jsonb(stored);
 END $$;
 """
+)

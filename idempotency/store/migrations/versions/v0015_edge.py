@@ -3,6 +3,7 @@
 from alembic import op
 
 from idempotency.store.migrations.indexes import create_index
+from idempotency.store.migrations.saga_functions import END_OF_OPERATION, RESUME_SAGA
 
 revision = "0015"
 down_revision = "0014"
@@ -223,6 +224,8 @@ def upgrade() -> None:
     op.execute("ALTER TABLE idempotency.records ADD COLUMN woken boolean NOT NULL DEFAULT false")
     # a person has undone by hand what the letter's operation, called by a saga, has done or may have done
     op.execute("ALTER TABLE idempotency.dead_letters ADD COLUMN is_undone boolean NOT NULL DEFAULT false")
+    # as they were, an end that is corrected in its transaction was lost; code of 0014 works with these, too
+    op.execute(RESUME_SAGA + END_OF_OPERATION)
     op.execute(AUDIT_CHAIN)
     op.execute(KEEP_ENDED)
     op.execute(PEOPLE)
