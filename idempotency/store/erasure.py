@@ -54,8 +54,8 @@ WHERE g.id = ({_OF_SAGA}) AND (e.saga_id = g.id OR e.saga_id IS NULL AND EXISTS 
 _LOCKS = (
     f"SELECT FROM idempotency.webhook_deliveries WHERE {_DELIVERIES} ORDER BY id FOR UPDATE",
     f"SELECT FROM idempotency.sagas WHERE {ROW} FOR UPDATE",
-    f"SELECT FROM idempotency.dead_letters WHERE {_LETTERS} ORDER BY id FOR UPDATE",
     f"SELECT FROM idempotency.records WHERE {ROW} FOR UPDATE",
+    f"SELECT FROM idempotency.dead_letters WHERE {_LETTERS} ORDER BY id FOR UPDATE",
 )
 
 # What is in the way, the first of these. A saga says what it waits for only when it comes to its wait: before that, what its
