@@ -79,6 +79,11 @@ WHERE (tenant, task, key) = (%(tenant)s, %(task)s, %(key)s) AND status = 'open'
   AND reason NOT IN ('fingerprint_mismatch', 'service_mismatch')
 """
 
+# By everyone who changes both: the record before its letters.
+_LOCK_RECORD = """
+SELECT FROM idempotency.records r JOIN idempotency.dead_letters d USING (tenant, task, key) WHERE d.id = %(letter)s FOR UPDATE OF r
+"""
+
 _MARK_REPLAYED = """
 UPDATE idempotency.dead_letters SET status = 'replayed', closed_at = clock_timestamp()
 WHERE id = %(id)s AND status = 'open'
@@ -238,6 +243,11 @@ def services_of(connection: Connection, letters: Sequence[int]) -> dict[int, str
 # ---------------------------------------------------------------- replay
 
 
+def lock_record(connection: Connection, letter: int) -> None:
+    """Lock the record of a letter's operation, if there is one: before the letter."""
+    connection.exec_driver_sql(_LOCK_RECORD, {"letter": letter})
+
+
 def replay(
     connection: Connection, letter: int, *, service: str | None = None, app: Celery | None = None
 ) -> OperationId:
@@ -249,6 +259,7 @@ def replay(
     the record is reopened only while it is failed. `app` is needed for letters whose operation was unknown when they
     were stored, such as those of an unknown task. Raises `OperationNotFound` and `ReplayRefused`.
     """
+    lock_record(connection, letter)
     row = connection.exec_driver_sql(_MARK_REPLAYED, {"id": letter}).one_or_none()
     if row is None:
         letter_now = show(connection, letter)

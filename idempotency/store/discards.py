@@ -7,7 +7,7 @@ from typing import Any
 from sqlalchemy import Connection, Row
 
 from ..wire.keys import OperationId
-from . import letters
+from . import dead_letters, letters
 from .outbox import refresh_lanes
 from .record import ROW, named
 
@@ -30,11 +30,6 @@ RETURNING reason
 
 _REQUESTED = "SELECT requested_by, approved_by, known_by FROM idempotency.discards WHERE letter = %(letter)s"
 
-# The record before its letters, as everybody else.
-_LOCK_RECORD = """
-SELECT FROM idempotency.records r JOIN idempotency.dead_letters d USING (tenant, task, key)
-WHERE d.id = %(letter)s AND d.status = 'open' FOR UPDATE OF r
-"""
 _LOCK = "SELECT * FROM idempotency.dead_letters WHERE id = %(letter)s AND status = 'open' FOR UPDATE"
 
 # Rows that would still deliver the operation: pending ones, and published ones, which the discard returns to resend.
@@ -106,7 +101,7 @@ def requested(connection: Connection, letter: int) -> Row[Any] | None:
 
 def lock(connection: Connection, letter: int) -> Row[Any] | None:
     """Lock a letter's operation, and the letter, and return it; None if it is not open."""
-    connection.exec_driver_sql(_LOCK_RECORD, {"letter": letter})
+    dead_letters.lock_record(connection, letter)
     return connection.exec_driver_sql(_LOCK, {"letter": letter}).one_or_none()
 
 

@@ -93,9 +93,6 @@ _ONLY_FINISH = f"UPDATE idempotency.records SET spent_at = 1 WHERE {ROW} AND sta
 _LOCK_OWN_SAGA = """
 SELECT FROM idempotency.sagas g JOIN idempotency.dead_letters d USING (tenant, task, key) WHERE d.id = %(letter)s FOR NO KEY UPDATE OF g
 """
-_LOCK_CALLED = """
-SELECT FROM idempotency.records r JOIN idempotency.dead_letters d USING (tenant, task, key) WHERE d.id = %(letter)s FOR UPDATE OF r
-"""
 _LOCK_CALLER = """
 SELECT g.id FROM idempotency.dead_letters d
 JOIN idempotency.saga_steps s ON (s.tenant, s.call_task, s.call_key) = (d.tenant, d.task, d.key)
@@ -246,7 +243,6 @@ def retry(connection: Connection, id: OperationId, *, service: str, app: Celery)
                 "then say so with --undone"
             )
         if undo.status == "failed":
-            connection.exec_driver_sql(_LOCK_CALLED, {"letter": undo.letter})
             done.letters[undo.letter] = dead_letters.replay(connection, undo.letter, service=service, app=app)
         done.waits_for.append(undo.name)
     row = locked_stopped(connection, id)
@@ -307,7 +303,7 @@ def end_with(connection: Connection, saga: Any, error: str) -> None:
 def lock_caller(connection: Connection, letter: int) -> Any:
     """Lock the operation of a letter, and then the saga that has called it and failed to get its result: its id, if there is one."""
     connection.exec_driver_sql(_LOCK_OWN_SAGA, {"letter": letter})
-    connection.exec_driver_sql(_LOCK_CALLED, {"letter": letter})
+    dead_letters.lock_record(connection, letter)
     return connection.exec_driver_sql(_LOCK_CALLER, {"letter": letter}).scalar_one_or_none()
 
 
