@@ -21,7 +21,7 @@ from rich.console import Console
 from sqlalchemy import Engine, make_url
 
 import services
-from demo.processes import COMMAND_LINE, ROOT, ProcessError
+from demo.processes import COMMAND_LINE, QUEUES, ROOT, ProcessError
 from idempotency.broker.rights import KINDS
 from idempotency.store import roles
 from idempotency.store.rights import APPLICATION, RELAY, ROLES
@@ -40,10 +40,6 @@ class Logins:
         """The addresses of a kind of process. Beats and relays look through all tenants."""
         role = RELAY if kind in ("relay", "beat") else APPLICATION
         return {"DATABASE_URL": self.databases[role], "BROKER_URL": self.brokers[kind], "REDIS_URL": self.redis}
-
-
-# The application's; it is imported once its environment is known.
-QUEUES = ("payments", "refunds", "orders", "notifications", "webhooks")
 
 
 def check_unused(servers: services.Services) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from services import process
 
 ROOT = Path(__file__).parent.parent
-QUEUES = "payments,refunds,orders,notifications,webhooks"
+QUEUES = ("payments", "refunds", "orders", "notifications", "webhooks")
 # Of every tenant's operations, and so with the rights of a relay.
 MAINTENANCE = "maintenance"
 # Pool processes per worker; external calls mostly wait.
@@ -48,7 +48,7 @@ class Processes:
         """Start a Celery worker on the queues of operations; returns its name."""
         self._workers += 1
         name = f"worker-{self._workers}"
-        self._start(name, *_worker(name, QUEUES, CONCURRENCY), login=self._logins("worker"))
+        self._start(name, *_worker(name, ",".join(QUEUES), CONCURRENCY), login=self._logins("worker"))
         return name
 
     def start_relay(self) -> None:

@@ -15,7 +15,7 @@ from sqlalchemy import Engine, text
 from sqlalchemy.orm import Session
 
 from demo.input import Intake, Line
-from demo.processes import ProcessError
+from demo.processes import QUEUES, ProcessError
 from idempotency import Handle
 from idempotency.queues import dead_letter_queues
 from tasks import app
@@ -23,7 +23,6 @@ from tasks.payments import capture_payment, submit_payment
 from tasks.refunds import refund_payment, submit_refund
 from tasks.tenants import DEFAULT
 
-QUEUES = ("payments", "refunds", "orders", "notifications")
 # Seconds until the first worker has to be ready.
 PATIENCE = 90.0
 

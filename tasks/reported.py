@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
 from uuid import uuid4
 
-from sqlalchemy import Row, func, select
+from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from idempotency.application import runtime_of
 
 from . import app
 from .models import Payment, PaymentEvent, Refund
-from .reports import FAILED, GATEWAYS, REFUND_FAILED, SUCCEEDED
+from .reports import FAILED, GATEWAYS, REFUND_FAILED, SUCCEEDED, Kind
 
 # In `settlement`, which imports what calls this.
 SETTLE_WAITING = "payments.settle_waiting"
@@ -36,15 +37,13 @@ def reported_charge(payment_id: str, effect_key: str, *, tenant: str) -> str | N
     reported = reported.where(
         Payment.tenant == tenant,
         Payment.id == payment_id,
-        PaymentEvent.gateway.in_(GATEWAYS),
-        PaymentEvent.object == "charge",
+        *_applied("charge"),
         PaymentEvent.state == SUCCEEDED,
-        PaymentEvent.is_applied,
         # a provider that is not told the key does not say which call it was
         func.coalesce(PaymentEvent.effect_key, effect_key) == effect_key,
     )
-    with runtime_of(app).transaction(tenant) as connection:
-        return connection.scalars(reported.limit(1)).first()
+    row = _first(reported, tenant)
+    return None if row is None else row[0]
 
 
 def reported_refusal(payment_id: str, effect_key: str, *, tenant: str) -> str | None:
@@ -60,32 +59,27 @@ def reported_refusal(payment_id: str, effect_key: str, *, tenant: str) -> str | 
         Payment.tenant == tenant,
         Payment.id == payment_id,
         Payment.status.not_in(("captured", "free")),  # by a call under another key
-        PaymentEvent.gateway.in_(GATEWAYS),
-        PaymentEvent.object == "charge",
+        *_applied("charge"),
         PaymentEvent.state == FAILED,
-        PaymentEvent.is_applied,
         PaymentEvent.effect_key == effect_key,
     )
-    with runtime_of(app).transaction(tenant) as connection:
-        return connection.scalars(reported.limit(1)).first()
+    row = _first(reported, tenant)
+    return None if row is None else row[0]
 
 
-def reported_refund(refund_id: str, effect_key: str, *, tenant: str) -> Row[str | None, str] | None:
-    """The refund (`id`, `currency`) that a provider has reported as made by a call under this key, and that we have noted."""
+def reported_refund(refund_id: str, effect_key: str, *, tenant: str) -> Any:
+    """The refund (`id`, `currency`) that a provider has reported as made by a call under this key, and that we have noted; or None."""
     reported = select(Refund.provider_refund_id.label("id"), PaymentEvent.currency).join(
         PaymentEvent, (PaymentEvent.tenant == Refund.tenant) & (PaymentEvent.object_id == Refund.provider_refund_id)
     )
     reported = reported.where(
         Refund.tenant == tenant,
         Refund.id == refund_id,
-        PaymentEvent.gateway.in_(GATEWAYS),
-        PaymentEvent.object == "refund",
+        *_applied("refund"),
         PaymentEvent.state == SUCCEEDED,
-        PaymentEvent.is_applied,
         func.coalesce(PaymentEvent.effect_key, effect_key) == effect_key,
     )
-    with runtime_of(app).transaction(tenant) as connection:
-        return connection.execute(reported.limit(1)).first()
+    return _first(reported, tenant)
 
 
 def reported_refund_failure(refund_id: str, effect_key: str, *, tenant: str) -> str | None:
@@ -93,11 +87,20 @@ def reported_refund_failure(refund_id: str, effect_key: str, *, tenant: str) -> 
     reported = select(func.coalesce(func.nullif(PaymentEvent.code, ""), PaymentEvent.state)).where(
         PaymentEvent.tenant == tenant,
         PaymentEvent.refund_id == refund_id,
-        PaymentEvent.gateway.in_(GATEWAYS),
-        PaymentEvent.object == "refund",
+        *_applied("refund"),
         PaymentEvent.state.in_(REFUND_FAILED),
-        PaymentEvent.is_applied,
         PaymentEvent.effect_key == effect_key,
     )
+    row = _first(reported, tenant)
+    return None if row is None else row[0]
+
+
+def _applied(kind: Kind) -> tuple[Any, ...]:
+    """What holds of a report about such an object that is in our books."""
+    return PaymentEvent.gateway.in_(GATEWAYS), PaymentEvent.object == kind, PaymentEvent.is_applied
+
+
+def _first(reported: Any, tenant: str) -> Any:
+    """The first row, read in its own transaction: the body of an effect has none."""
     with runtime_of(app).transaction(tenant) as connection:
-        return connection.scalars(reported.limit(1)).first()
+        return connection.execute(reported.limit(1)).first()

@@ -73,6 +73,8 @@ def settle(session: Session, report: Report) -> Settled:
 
 def _completed(session: Session, report: Report) -> Report | None:
     """The same report as it is kept, with the names that this one tells: it came without them, and waits for that."""
+    if report.payment_id is None:
+        return None
     of_object = {"tenant": report.tenant, "gateway": report.gateway, "object": report.object}
     known = select(PaymentEvent).filter_by(
         **of_object, object_id=report.object_id, state=report.state, is_applied=False
@@ -80,7 +82,7 @@ def _completed(session: Session, report: Report) -> Report | None:
     if report.object == "dispute":
         known = known.filter_by(occurred_at=report.occurred_at)
     event = session.scalars(known.where(PaymentEvent.payment_id.is_(None))).one_or_none()
-    if event is None or report.payment_id is None:
+    if event is None:
         return None
     event.payment_id, event.refund_id, event.effect_key = report.payment_id, report.refund_id, report.effect_key
     event.code = event.code or report.code

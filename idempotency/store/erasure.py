@@ -35,7 +35,7 @@ SELECT tenant, task, key FROM family ORDER BY {ROW} DESC, tenant, task, key
 """
 
 _OF_SAGA = f"SELECT id FROM idempotency.sagas WHERE {ROW} AND NOT observed"
-# One that nobody could run names the task in its header alone.
+# A message that could not be examined to its end has the task's name in its header alone.
 _LETTERS = f"""({ROW} OR tenant = %(tenant)s AND task IS NULL AND header_task = %(task)s AND key = %(key)s
     OR outbox_id IN (SELECT id FROM idempotency.outbox WHERE {ROW}))"""
 # Deliveries of webhooks that the operation is, or has made as the fan-out of an event: then its key is the event's id.

@@ -92,6 +92,9 @@ _FIELDS = {
 _EMBEDDED = ("callbacks", "errbacks", "chain", "chord")
 # Where these are among the headers, a worker takes them for its own: no sender of Celery puts them there.
 MISPLACED = (*_EMBEDDED, "called_directly", "is_eager", "taskset")
+# What a caller may not give as a header, and all that is read of Celery's where it is signed alone.
+_REFUSED = CELERYS_FIELDS | frozenset(MISPLACED)
+_CELERYS = _REFUSED | frozenset(_PROTOCOL_HEADERS)
 # A natively delayed message arrives through an exchange, and waits in queues, of such names; its routing key starts with the delay, one word per bit.
 _DELAY_PLACE = "celery_delayed_"
 _DELAY_BITS = 28
@@ -292,7 +295,7 @@ def senders_headers(given: Mapping[str, Any]) -> dict[str, Any]:
     """
     if (beyond := beyond_limits(given, None, body_limit=0)) is not None:
         raise InvalidArguments(beyond)
-    if fields := sorted((CELERYS_FIELDS | set(MISPLACED)) & given.keys()):
+    if fields := sorted(_REFUSED & given.keys()):
         raise InvalidArguments(f"headers: {fields[0]!r} is a field of Celery's message")
     kept = () if VERSION_HEADER in given else (KEY_HEADER, TENANT_HEADER)
     return {
@@ -305,9 +308,8 @@ def all_headers(given: Mapping[str, Any]) -> dict[str, Any]:
 
     Celery's `request.headers` would be that header alone. Ours and Celery's are only read outside it, where they are signed.
     """
-    celerys = {*_PROTOCOL_HEADERS, *CELERYS_FIELDS, *MISPLACED}
     nested = given.get("headers") or {}
-    theirs = {name: value for name, value in nested.items() if not (is_our_header(name) or name in celerys)}
+    theirs = {name: value for name, value in nested.items() if not (is_our_header(name) or name in _CELERYS)}
     return {**theirs, **given}
 
 

@@ -220,7 +220,7 @@ def test_what_is_nested_in_the_headers_is_never_taken_for_what_is_signed(
     entries: Callable[[str], int],
     letters: Callable[[int], Any],
 ) -> None:
-    """Tracing tools put copies of their headers into the header `headers`, so nobody signs it."""
+    """Tracing tools write into the header `headers`, so the signature does not cover it."""
     processes.worker()
     now = datetime.now(UTC).isoformat()
     publish(bank, body_of("a1"), headers=signed("a1", at=time.time() - 2 * 86400) | {"headers": {"eta": now}})

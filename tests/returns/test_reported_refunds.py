@@ -6,15 +6,12 @@ from typing import Any
 
 import pytest
 
-from idempotency import DidNotHappen, OperationId, StillUnknown
-from idempotency.application import runtime_of, settings_of
-from idempotency.operate.change import read
-from idempotency.operate.resolve import resolve_effect
+from idempotency import DidNotHappen, StillUnknown
 from tasks.gateway import GatewayError
 from tests.orders.test_report_doubts import of_refund, posted_net, silent_refund
 from tests.orders.test_reports import operation, settle
+from tests.orders.test_reserved import give_up, resolve
 from tests.returns.shop import Returns
-from tests.support.operators import ANN
 
 
 @pytest.fixture(autouse=True)
@@ -70,19 +67,10 @@ def test_a_refund_that_was_made_in_silence_and_reported_is_made(shop: Returns) -
 
 def test_a_refund_that_was_made_twice_is_on_the_list(shop: Returns) -> None:
     """A person says wrongly that it was not made; the report of the first comes during the second call. A charge is `charged_twice`."""
-    from idempotency.operate.cancel import cancel
-
     shop.forget()
     order, charge, refund_id, first = silent_refund(shop)
-    id = OperationId("default", "refunds.refund_payment", refund_id)
-
-    def seen() -> Any:
-        with runtime_of(shop.app).autocommit() as connection:
-            return read(connection, id, settings_of(shop.app).service)
-
-    with shop.operating():
-        cancel(shop.app, seen(), ANN, may_have_happened=True)
-        resolve_effect(shop.app, seen(), "refund", DidNotHappen(), ANN)
+    give_up(shop, refund_id)
+    resolve(shop, refund_id, DidNotHappen())
     shop.replay(refund_id)
     shop.provider.silent.discard(refund_id)
     made = type(shop.provider).refund
@@ -107,19 +95,9 @@ def test_a_refund_that_was_made_twice_is_on_the_list(shop: Returns) -> None:
 
 
 def test_a_wrong_word_does_not_undo_what_the_provider_has_reported(shop: Returns) -> None:
-    from idempotency.operate.cancel import cancel
-
     order, charge, refund_id, there = silent_refund(shop)
-    id = OperationId("default", "refunds.refund_payment", refund_id)
-
-    def seen() -> Any:
-        with runtime_of(shop.app).autocommit() as connection:
-            return read(connection, id, settings_of(shop.app).service)
-
-    with shop.operating():
-        cancel(shop.app, seen(), ANN, may_have_happened=True)
+    give_up(shop, refund_id)
     assert settle(shop, of_refund(order, refund_id, charge, "succeeded", there)) == ["applied"]
-    with shop.operating():
-        resolve_effect(shop.app, seen(), "refund", DidNotHappen(), ANN, end=True)
+    resolve(shop, refund_id, DidNotHappen(), end=True)
     assert shop.one("SELECT status FROM refunds WHERE id = :id", id=refund_id)[0] == "refunded"
     assert (shop.provider.net(order), posted_net(shop, order)) == (600, 600)

@@ -324,7 +324,9 @@ def ring(stage: Stage, database: str) -> Iterator[Ring]:
         stack.enter_context(stopping())
         stack.enter_context(mock.patch.object(celery_application, "_open", OfActors()))
         # who waits for the other, however slow this machine is, does not give up
-        stack.enter_context(mock.patch.object(saga_steps, "_PATIENCE", saga_steps._PATIENCE.replace("'1s'", "'0'")))
+        patiently = saga_steps._PATIENCE.replace("'500ms'", "'0'")
+        assert patiently != saga_steps._PATIENCE
+        stack.enter_context(mock.patch.object(saga_steps, "_PATIENCE", patiently))
         admin = stack.enter_context(psycopg.connect(address, autocommit=True))
         made = Ring(stage, admin)
         stack.callback(close_runtime, stage.app)

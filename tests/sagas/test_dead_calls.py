@@ -1,4 +1,4 @@
-"""Calls in doubt whose message died: their end is corrected before anyone sees it, and what people find of them is on a list."""
+"""Calls in doubt whose message died: their end is corrected before anything reads it, and what people find of them has a letter."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def code_of_the_record(stage: Stage) -> str:
 
 
 def test_a_saga_stops_for_a_call_in_doubt_whose_message_died(stage: Stage, charging: Any) -> None:
-    """It fails as rejected first, which is corrected in the same transaction: nobody has seen that."""
+    """It first fails as rejected, and the same transaction corrects that before anything can read it."""
 
     @saga("parent", key="{id}", app=stage.app)
     def parent(saga: Any, id: str) -> Any:

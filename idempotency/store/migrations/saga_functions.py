@@ -38,7 +38,7 @@ END $$;
 """
 
 END_OF_OPERATION = """
--- The end of an operation: whoever called it goes on, in the same commit. And only its own code ends a saga, undone before.
+-- When an operation ends, the sagas that called it go on, in the same commit. A record of a saga ends only once the saga has.
 CREATE OR REPLACE FUNCTION idempotency.end_of_operation() RETURNS trigger LANGUAGE plpgsql AS $$
 DECLARE
     found record;

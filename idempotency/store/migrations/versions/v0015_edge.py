@@ -100,7 +100,7 @@ LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
 DECLARE
     head idempotency.audit_head;
 BEGIN
-    -- it writes with the rights of its owner: not for a trigger that anyone else has made
+    -- runs with its owner's rights, so it refuses triggers on any other table
     IF TG_RELID <> 'idempotency.audit'::regclass THEN
         RAISE EXCEPTION 'idempotency.chain_audit() is for idempotency.audit alone' USING ERRCODE = 'insufficient_privilege';
     END IF;
