@@ -215,9 +215,12 @@ class Scene:
             "WHERE status = 'published' AND settled_at IS NULL",
             hours=hours,
         )
-        self.execute(
-            "UPDATE idempotency.outbox SET relayed_until = NULL, available_at = least(available_at, clock_timestamp())"
-        )
+        self.execute("UPDATE idempotency.outbox SET relayed_until = NULL")
+        self.pass_pauses()
+
+    def pass_pauses(self) -> None:
+        """Let everything in the outbox be due now."""
+        self.execute("UPDATE idempotency.outbox SET available_at = least(available_at, clock_timestamp())")
 
     def completed(self) -> Row[Any]:
         """Wait until the operation is completed; returns its record."""

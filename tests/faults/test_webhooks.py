@@ -54,12 +54,15 @@ class WebhookScene(Scene):
         self.workers.append(self._processes.worker("--concurrency", str(children), app=APPLICATION, **environment))
         return self.workers[-1]
 
-    def delivered(self) -> None:
-        """Wait until the delivery has ended; pauses pass at once."""
+    def delivered(self, *, with_leases: bool = True) -> None:
+        """Wait until the delivery has ended; pauses pass at once, and leases, unless every attempt is alive."""
 
         def is_over() -> bool:
             self.execute(_DUE)
-            self.age()
+            if with_leases:
+                self.age()
+            else:
+                self.pass_pauses()
             return self.status() == "completed"
 
         eventually(is_over, timeout=PATIENCE, what="delivered")
@@ -281,6 +284,7 @@ def test_a_receiver_that_misbehaves_gets_the_same_again(
     scene.worker()
     scene.relay()
     scene.accept()
-    scene.delivered()
+    # An attempt that is taken over while it lives is under way to a failing endpoint, which gets no other one meanwhile.
+    scene.delivered(with_leases=False)
     assert len(scene.answers()) == 2
     cell.saw(scene.outcome())
