@@ -1,4 +1,4 @@
-"""Compare with plain Celery, side by side in one run: `python -m benchmarks --only unique`."""
+"""Compare with plain Celery and with what else people would use, side by side: `python -m benchmarks --only unique`."""
 
 from __future__ import annotations
 
@@ -18,18 +18,22 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 from rich.table import Table
-from sqlalchemy import create_engine, text
+from sqlalchemy import Engine, create_engine, text
 
 import services
 from idempotency.store import schema
 
+from .report import Report, describe
+
 if TYPE_CHECKING:
     from . import life, saga_length, saga_waits
+    from .contenders.contest import Rates
 
 console = Console()
 
-
-BENCHMARKS = ("unique", "relay", "http", "latency", "ordering", "resend", "backlog")
+# With contenders that the extra `bench` installs.
+CONTESTS = ("unique", "duplicates", "storm", "outside", "enqueue")
+BENCHMARKS = (*CONTESTS, "relay", "http", "latency", "ordering", "resend", "backlog")
 # Long, and not a comparison with plain Celery: only on request.
 LIFE = "life"
 # Needs no servers, and an idle machine: only on request.
@@ -45,7 +49,9 @@ def main(
     ] = ",".join(BENCHMARKS),
     rounds: Annotated[int, typer.Option(min=1, max=50)] = 5,
     messages: Annotated[int, typer.Option(min=20, max=100_000, help="Jobs per round.")] = 1000,
-    concurrency: Annotated[int, typer.Option(min=1, max=64, help="Pool children of the worker.")] = 4,
+    concurrency: Annotated[
+        int, typer.Option(min=1, max=64, help="Pool children of the worker: latency, life. Contests try several.")
+    ] = 4,
     operations: Annotated[
         int, typer.Option(min=10_000, max=10_000_000, help="Operations after the first 10,000: life.")
     ] = 100_000,
@@ -54,9 +60,12 @@ def main(
     sagas: Annotated[
         int, typer.Option(min=100, max=1_000_000, help="Waiting sagas, of which each round wakes a tenth: saga_waits.")
     ] = 100_000,
-    as_json: Annotated[bool, typer.Option("--json")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Documents instead of tables; the last has versions.")
+    ] = False,
+    plot: Annotated[Path | None, typer.Option(help="A directory for a chart of the ratios, as PNG and as SVG.")] = None,
 ) -> None:
-    """Compare with plain Celery, side by side in one run; print tables and RESULT lines."""
+    """Compare with plain Celery and others, side by side in one run; print tables and RESULT lines."""
     chosen = only.split(",")
     if unknown := set(chosen) - {*BENCHMARKS, *ON_REQUEST}:
         raise SystemExit(
@@ -74,8 +83,9 @@ def main(
     with services.running() as running, tempfile.TemporaryDirectory() as directory:
         os.environ.update(running.environment())
         # importing the application reads the environment
-        from . import backlog, http, latency, life, ordering, relay, resend, saga_length, saga_waits, unique
+        from . import backlog, http, latency, life, ordering, relay, resend, saga_length, saga_waits
 
+        report = Report()
         engine = create_engine(running.database_url, isolation_level="AUTOCOMMIT")
         schema.migrate(engine)
         with engine.connect() as connection:
@@ -84,10 +94,9 @@ def main(
         if "relay" in chosen:
             rates = relay.measure(engine, rounds=rounds, messages=messages)
             show(as_json, "messages/s", "relay_vs_apply_async", rates.ratio, direct=rates.direct, relay=rates.relay)
-        if "unique" in chosen:
-            with worker(Path(directory) / "worker.log", concurrency, "idle"):
-                jobs_done = unique.measure(engine, rounds=rounds, messages=messages)
-            show(as_json, "jobs/s", "unique_vs_plain", jobs_done.ratio, plain=jobs_done.plain, unique=jobs_done.unique)
+            report.add("relay", {"direct": rates.direct, "relay": rates.relay}, relay_vs_apply_async=rates.ratio)
+        if set(CONTESTS) & set(chosen):
+            compete(chosen, engine, Path(directory), rounds, messages, as_json, report)
         if "http" in chosen:
             by_path = http.measure(rounds=rounds, messages=messages)
             for path, name in (("/async-jobs", "http_async_row"), ("/jobs", "http_row"), ("/orders", "http")):
@@ -100,6 +109,7 @@ def main(
                 seconds = latency.measure(engine, messages=20 * rounds)
             figures = {"direct": [1e3 * s for s in seconds.direct], "outbox": [1e3 * s for s in seconds.outbox]}
             show(as_json, "ms to start", "latency_vs_delay", seconds.ratio, **figures)
+            report.add("latency", figures, latency_vs_delay=seconds.ratio)
         if "ordering" in chosen:
             keyed = ordering.measure(engine, rounds=rounds, messages=messages)
             figures = {"one key": keyed.alone, f"beside {ordering.BLOCKED} blocked rows": keyed.beside_blocked}
@@ -129,7 +139,55 @@ def main(
             took = backlog.measure(engine, rounds=rounds, waiting=waiting)
             slowest = max(took.look + took.status)
             show(as_json, "s to look", "backlog_seconds", slowest, scrape=took.look, status=took.status)
+        if report.ratios:
+            report.about = describe(engine, os.environ) | {"rounds": rounds, "messages": messages}
+            print(report.document()) if as_json else report.table(console)
+            if plot:
+                report.plot(plot)
+            print(report.line(), flush=True)
         engine.dispose()
+
+
+def compete(
+    chosen: list[str], engine: Engine, directory: Path, rounds: int, messages: int, as_json: bool, report: Report
+) -> None:
+    """Run the contests, in which the contenders of the extra `bench` take turns."""
+    try:
+        from . import duplicates, enqueue, outside, storm, unique
+        from .contenders.contest import Contest
+    except ModuleNotFoundError as missing:
+        raise SystemExit(f"{missing.name} is not installed: pip install '.[bench]', or make bench") from missing
+    contest = Contest(engine, directory)
+    try:
+        if "unique" in chosen:
+            rates = unique.measure(contest, rounds=rounds, messages=messages)
+            compare(as_json, report, "unique", rates, "unique", {name: name for name in unique.OTHERS})
+        if "duplicates" in chosen:
+            rates = duplicates.measure(contest, rounds=rounds, messages=messages)
+            compare(as_json, report, "duplicates", rates, "unique", {"plain": "noop", "powertools": "powertools"})
+        if "storm" in chosen:
+            of_one_key = storm.measure(contest, rounds=rounds, messages=messages)
+            show(as_json, "messages/s", "storm_per_second", statistics.median(of_one_key), unique=of_one_key)
+            report.add("storm", {"unique": of_one_key}, storm_per_second=statistics.median(of_one_key))
+        if "outside" in chosen:
+            rates = outside.measure(contest, rounds=rounds, messages=messages)
+            compare(as_json, report, "outside", rates, "outside", {"plain": "plain_outside"})
+        if "enqueue" in chosen:
+            rates = enqueue.measure(contest, rounds=rounds, messages=messages)
+            others = {name: name for name in rates if name not in ("enqueue", "delay")}
+            compare(as_json, report, "enqueue", rates, "enqueue", others)
+    finally:
+        contest.close()
+    report.settings |= contest.settings
+
+
+def compare(as_json: bool, report: Report, name: str, rates: Rates, ours: str, others: dict[str, str]) -> None:
+    """Show the rates of a contest, and ours over that of each other, by the other's name in RESULT lines."""
+    median = {side: statistics.median(values) for side, values in rates.items()}
+    ratios = {f"{name}_vs_{other}": median[ours] / median[side] for other, side in others.items()}
+    (first, ratio), *rest = ratios.items()
+    show(as_json, "/s", first, ratio, "".join(f" {other}={value:.3f}" for other, value in rest), **rates)
+    report.add(name, rates, **ratios)
 
 
 def show(as_json: bool, unit: str, name: str, ratio: float, also: str = "", /, **figures: list[float]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from functools import lru_cache
+from typing import Any
 
 from celery import Celery
 from sqlalchemy import Engine, create_engine, text
@@ -13,7 +14,8 @@ from sqlalchemy.orm import Session
 from idempotency import IdempotentTask
 from idempotency.queues import quorum_queue
 
-QUEUES = ("idle", "plain", "unique")
+# What is compared has a queue each, so that a worker begins with one of them when it is told to.
+QUEUES = ("idle", "plain", "unique", "noop", "plain_outside", "outside", "celery_once", "powertools")
 INSERT = text("INSERT INTO jobs (job, number) VALUES (:job, :number)")
 
 app = Celery("benchmarks")
@@ -25,7 +27,11 @@ app.conf.update(
     task_default_exchange="bench",
     task_default_exchange_type="topic",
     task_create_missing_queues=False,
-    task_routes={"benchmarks.jobs.plain": {"queue": "plain"}, "benchmarks.jobs.*": {"queue": "unique"}},
+    task_routes={
+        **{f"benchmarks.jobs.{queue}": {"queue": queue} for queue in ("plain", "noop", "plain_outside", "outside")},
+        "benchmarks.jobs.*": {"queue": "unique"},
+        **{f"benchmarks.contenders.tasks.{queue}": {"queue": queue} for queue in ("celery_once", "powertools")},
+    },
     task_acks_late=True,
     task_reject_on_worker_lost=True,
     task_ignore_result=True,
@@ -55,6 +61,33 @@ def unique(self: IdempotentTask, number: int) -> dict[str, int]:
     """The same job as an idempotent task."""
     self.session.execute(INSERT, {"job": "unique", "number": number})
     return {"number": number}
+
+
+@app.task
+def noop(number: int) -> dict[str, int]:
+    """What a message costs that changes nothing, as a duplicate should not."""
+    return {"number": number}
+
+
+def charge(number: int, *, idempotency_key: str) -> dict[str, int]:
+    """A call outside that takes no time: what is measured is what is done around it."""
+    return {"charge": number}
+
+
+@app.task
+def plain_outside(number: int) -> dict[str, int]:
+    """Insert the row, and then call outside, under a key made of the arguments."""
+    with Session(engine(os.getpid())) as session, session.begin():
+        session.execute(INSERT, {"job": "plain_outside", "number": number})
+    return charge(number, idempotency_key=str(number))
+
+
+@app.task(base=IdempotentTask, bind=True, key="{number}")
+def outside(self: IdempotentTask, number: int) -> Any:
+    """The same as an effect. The row is inserted after it, in the last commit: nothing stays open during a call."""
+    charged = self.effect("charge", charge, number)
+    self.session.execute(INSERT, {"job": "outside", "number": number})
+    return charged
 
 
 @app.task(base=IdempotentTask, bind=True, key="{number}")
