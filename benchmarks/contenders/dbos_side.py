@@ -29,7 +29,7 @@ class Dbos(Contender):
     name = "dbos"
     layouts = (
         Layout(1, 8, (("polling_interval_sec", 1.0),)),
-        Layout(2, 4, (("worker_concurrency", 100), ("polling_interval_sec", 0.05))),
+        Layout(2, 4, (("worker_concurrency", 100), ("polling_interval_sec", 0.1))),
         Layout(1, 4, (("polling_interval_sec", 1.0),)),
     )
 

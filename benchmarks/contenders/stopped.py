@@ -6,79 +6,82 @@ Nothing of theirs is open in Postgres while they are stopped, where it would hol
 from __future__ import annotations
 
 import os
+import random
 import signal
-import subprocess
 import time
 from pathlib import Path
 
 import psutil
 from sqlalchemy import Engine, text
 
-_OPEN = text("SELECT count(*) FROM pg_stat_activity WHERE client_port = ANY(:ports) AND state <> 'idle'")
-
+_OPEN = text("SELECT count(*) FROM pg_stat_activity WHERE application_name = :name AND state <> 'idle'")
 # A stopped process would outlive a run that is killed: the kernel ends it with the thread that has started it.
 WITH_US = ("setpriv", "--pdeathsig", "KILL")
 
 
 class StoppedProcesses:
-    """Some processes of our own, in sessions of their own."""
+    """Some processes of our own, in sessions of their own. Each has to use `PGAPPNAME`, as libpq does, in Postgres."""
 
     def __init__(self, database: Engine, log: Path, command: list[str], count: int) -> None:
         self._database = database
         self._log = log
+        self._processes = {}
         with log.open("wb") as output:
-            self._processes = [
-                psutil.Popen(
-                    [*WITH_US, *command], stdout=output, stderr=output, start_new_session=True, env=os.environ | {"WORKER": str(n)}
+            for number in range(count):
+                name = f"{log.stem}-{os.getpid()}-{number}"
+                self._processes[name] = psutil.Popen(
+                    [*WITH_US, *command],
+                    stdout=output,
+                    stderr=output,
+                    start_new_session=True,
+                    env=os.environ | {"PGAPPNAME": name},
                 )
-                for n in range(count)
-            ]
 
     def check(self) -> None:
         """Raise if one has ended."""
-        if any(process.poll() is not None for process in self._processes):
+        if any(process.poll() is not None for process in self._processes.values()):
             raise SystemExit(f"a worker ended: {self._log.read_text()[-800:]}")
 
     def pause(self) -> None:
-        """Stop all of them at a moment at which none of them has a transaction open."""
+        """Stop each of them at a moment at which it has no transaction open."""
+        self.check()
         deadline = time.monotonic() + 30
-        while True:
-            self._signal(signal.SIGSTOP)
-            if not self._in_transaction():
-                return
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"{self._log.stem}: a worker that has nothing to do keeps a transaction open")
-            self.resume()
-            time.sleep(0.01)
+        for name, process in self._processes.items():
+            process.send_signal(signal.SIGSTOP)
+            while self._in_transaction(name):
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"{name} has nothing to do, and keeps a transaction open")
+                process.send_signal(signal.SIGCONT)
+                # long enough to catch up with its timers, after which it waits most of the time
+                time.sleep(random.uniform(0.1, 0.5))
+                process.send_signal(signal.SIGSTOP)
 
     def resume(self) -> None:
+        self.check()
         self._signal(signal.SIGCONT)
 
     def processor_seconds(self) -> float:
         """What they have used since they were started."""
-        times = [process.cpu_times() for process in self._processes]
+        times = [process.cpu_times() for process in self._processes.values()]
         return float(sum(each.user + each.system for each in times))
 
     def close(self) -> None:
-        """End them: each by its pid."""
+        """End them, each by its pid."""
         self._signal(signal.SIGTERM)
-        self.resume()
-        for process in self._processes:
+        self._signal(signal.SIGCONT)
+        for process in self._processes.values():
             try:
                 process.wait(15)
-            except (subprocess.TimeoutExpired, psutil.TimeoutExpired):
+            except psutil.TimeoutExpired:
                 process.kill()
                 process.wait(15)
 
-    def _in_transaction(self) -> bool:
-        # those of Postgres and, harmlessly, all others; none if Postgres is reached by a Unix socket
-        ports = [
-            each.laddr.port for process in self._processes for each in process.net_connections("tcp") if each.laddr
-        ]
+    def _in_transaction(self, name: str) -> bool:
+        time.sleep(0.01)  # for a statement under way to end
         with self._database.connect() as connection:
-            return bool(connection.execute(_OPEN, {"ports": ports}).scalar_one())
+            return bool(connection.execute(_OPEN, {"name": name}).scalar_one())
 
     def _signal(self, which: signal.Signals) -> None:
-        self.check()
-        for process in self._processes:
-            process.send_signal(which)
+        for process in self._processes.values():
+            if process.poll() is None:
+                process.send_signal(which)
