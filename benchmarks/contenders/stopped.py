@@ -14,7 +14,12 @@ from pathlib import Path
 import psutil
 from sqlalchemy import Engine, text
 
-_OPEN = text("SELECT count(*) FROM pg_stat_activity WHERE application_name = :name AND state <> 'idle'")
+# Not the transaction in which DBOS holds nearly always an advisory lock, for one of its processes to do what is to be done
+# once: it has read nothing, and DBOS takes another one if Postgres has ended it meanwhile.
+_OPEN = text("""
+SELECT count(*) FROM pg_stat_activity
+WHERE application_name = :name AND state <> 'idle' AND query NOT LIKE 'SELECT pg_try_advisory_xact_lock%'
+""")
 # A stopped process would outlive a run that is killed: the kernel ends it with the thread that has started it.
 WITH_US = ("setpriv", "--pdeathsig", "KILL")
 
