@@ -50,7 +50,7 @@ def drained(contest: Contest, side: CeleryTask, count: int) -> float:
 
 def _turn(contest: Contest, side: Contender, keys: int) -> float:
     assert isinstance(side, CeleryTask)
-    numbers = contest.numbers(max(keys, 1))
+    numbers = contest.numbers(max(keys, 5))  # so that there are more messages than a worker prefetches
     if side.name != "noop":
         contest.turn(side, numbers)
     since = rows.mark(contest.database)
