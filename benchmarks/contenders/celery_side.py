@@ -40,7 +40,11 @@ class Workers:
         for children in set(self._started) - set(sizes):
             process = self._started.pop(children)[1]
             process.terminate()
-            process.wait(30)
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                process.kill()  # a warm shutdown waits for what is in hand, of which there may be much if a run fails
+                process.wait(30)
 
     def _start(self, children: int) -> tuple[str, subprocess.Popen[bytes]]:
         node, path = f"pool{children}@bench", self._directory / f"pool{children}.log"
