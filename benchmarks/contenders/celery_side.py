@@ -70,6 +70,7 @@ class CeleryTask(Contender):
         self._like = like
         self.task = task
         self._workers = workers
+        self._broker: Any = None
 
     @property
     def like(self) -> str:
@@ -107,7 +108,10 @@ class CeleryTask(Contender):
             time.sleep(0.01)
 
     def stop(self) -> None:
-        pass  # the worker is shared
+        # the worker is shared
+        if self._broker is not None:
+            self._broker.release()
+            self._broker = None
 
     def waiting(self) -> int:
         """The messages that no worker has taken."""
@@ -115,8 +119,10 @@ class CeleryTask(Contender):
 
     def _declared(self) -> Any:
         """What the broker says of its queue, which is exact."""
-        with app.pool.acquire(block=True) as connection, connection.channel() as channel:
-            return channel.queue_declare(self.name, passive=True)
+        if self._broker is None:
+            # one channel for all that is asked, which is up to a hundred times a second
+            self._broker = app.connection_for_read()
+        return self._broker.default_channel.queue_declare(self.name, passive=True)
 
     def _in_hand(self) -> int:
         """What the worker has taken and not acknowledged."""
