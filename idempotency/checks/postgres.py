@@ -67,7 +67,7 @@ def _check_database(given: Settings) -> list[Finding]:
     use_checked_connections(engine, patience=None, set_local="")  # with what a pooler refuses left out
     with engine.connect() as connection:
         findings = [*_database(connection), *_tables(connection), *_wall(connection), *_frameworks(connection)]
-        findings += _role(connection)
+        findings += [*_role(connection), *_path(connection)]
     if any(finding.subject == "database default_transaction_isolation" for finding in findings):
         return findings  # our own connections would be refused
     return [*findings, *_our_connections(given)]
@@ -160,6 +160,19 @@ def _role(connection: Connection) -> list[Finding]:
         return [ok("database role", f"{mighty}; the database listens on this machine")]
     advice = f"it can remove what protects the audit; use a role of `{framework().command} migrate --roles`"
     return [warning("database role", mighty, advice)]
+
+
+def _path(connection: Connection) -> list[Finding]:
+    """Whether the application's role could make functions that relays and people run with their own rights."""
+    return [
+        refusal(
+            f"database {each.kind.lower()} {each.name}",
+            f"{each.roles} may create in it",
+            "its functions would run with the rights of relays and people; "
+            f"as the owner: REVOKE CREATE ON {each.kind} {each.name} FROM PUBLIC, {each.roles}",
+        )
+        for each in rights.plants(connection)
+    ]
 
 
 def _our_connections(given: Settings) -> list[Finding]:

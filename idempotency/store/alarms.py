@@ -84,7 +84,7 @@ WHERE letters > %(most)s AND {_NOT_LATELY.format(kind="service || '/open'")}
 """
 
 _SENT = """
-INSERT INTO idempotency.alerts (kind, sent_at) SELECT %(prefix)s || unnest(%(kinds)s::text[]), clock_timestamp()
+INSERT INTO idempotency.alerts (kind, sent_at) SELECT %(prefix)s || pg_catalog.unnest(%(kinds)s::text[]), clock_timestamp()
 ON CONFLICT (kind) DO UPDATE SET sent_at = excluded.sent_at
 """
 
@@ -158,7 +158,7 @@ RETURNING 1
 
 _BEGIN = """
 INSERT INTO idempotency.alarms (service, name, since)
-SELECT %(service)s, unnest(%(names)s::text[]), clock_timestamp() ON CONFLICT DO NOTHING
+SELECT %(service)s, pg_catalog.unnest(%(names)s::text[]), clock_timestamp() ON CONFLICT DO NOTHING
 """
 
 # Where it was sent that an alarm has begun, it is to be sent that it is over: by a process that can. If there is none any
@@ -237,7 +237,7 @@ def note_alarms_sent(connection: Connection, service: str, names: Sequence[str])
 _REPORT_TURN = """
 INSERT INTO idempotency.alerts AS a (kind, sent_at) VALUES (%(service)s || '/report', clock_timestamp())
 ON CONFLICT (kind) DO UPDATE SET sent_at = excluded.sent_at
-WHERE a.sent_at < clock_timestamp() - make_interval(days => %(days)s - 1)
+WHERE a.sent_at < clock_timestamp() - pg_catalog.make_interval(days => %(days)s - 1)
 RETURNING 1
 """
 

@@ -22,7 +22,7 @@ _IS_DUE = NOT_ASIDE.format(name=SWEEP, id="g.id::text")
 # The events by the saga that waits for them; those that none waits for come with the saga NULL. Without those for which only sagas wait
 # that are set aside: there may be more of them than a pass takes.
 _ASLEEP = f"""
-SELECT w.id::text AS row_id, w.tenant, w.task, w.key, array_agg(e.id) AS events, w.is_due
+SELECT w.id::text AS row_id, w.tenant, w.task, w.key, pg_catalog.array_agg(e.id) AS events, w.is_due
 FROM (
     SELECT e.* FROM idempotency.saga_events e
     LEFT JOIN LATERAL (SELECT bool_or({_IS_DUE}) AS any_is FROM {_WAITING}) due ON true

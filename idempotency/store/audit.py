@@ -24,7 +24,7 @@ VALUES (%(actor)s, %(action)s, %(tenant)s, %(task)s, %(key)s, %(generation)s, %(
 """
 
 # Copies of a request wait for each other, so that the second sees what the first did.
-_LOCK_REQUEST = "SELECT pg_advisory_xact_lock(hashtextextended(%(request_id)s, 1))"
+_LOCK_REQUEST = "SELECT pg_advisory_xact_lock(pg_catalog.hashtextextended(%(request_id)s, 1))"
 
 _REQUESTED = """
 SELECT actor, action, tenant, task, key, reason, details FROM idempotency.audit WHERE request_id = %(request_id)s
@@ -33,7 +33,7 @@ SELECT actor, action, tenant, task, key, reason, details FROM idempotency.audit 
 # By the expression itself and not by a function of the schema, which a role that changes rows could replace.
 _CHAIN = """
 SELECT c.position, c.audit_id, a.id IS NOT NULL AS is_there, c.hash,
-       sha256(lag(c.hash, 1, '') OVER by_position || convert_to(jsonb_build_array(
+       sha256(pg_catalog.lag(c.hash, 1, '') OVER by_position || pg_catalog.convert_to(pg_catalog.jsonb_build_array(
            a.id, a.at AT TIME ZONE 'UTC', a.actor, a.action, a.tenant, a.task, a.key, a.generation, a.fence_before,
            a.fence_after, a.reason, a.details, a.request_id)::text, 'UTF8')) AS computed
 FROM idempotency.audit_chain c LEFT JOIN idempotency.audit a ON a.id = c.audit_id

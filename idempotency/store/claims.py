@@ -40,12 +40,12 @@ def _claiming(condition: str = "", stale: str = "") -> str:
 WITH claimed AS (
     INSERT INTO idempotency.records AS r
         (tenant, task, key, status, fence, token, locked_until, locked_by, fingerprint, message, queue, service)
-    SELECT %(tenant)s, %(task)s, %(key)s, 'started', nextval('idempotency.fence'), %(token)s,
+    SELECT %(tenant)s, %(task)s, %(key)s, 'started', pg_catalog.nextval('idempotency.fence'), %(token)s,
             clock_timestamp() + make_interval(secs => %(lease)s), %(holder)s, %(fingerprint)s, %(message)s,
             %(queue)s, %(service)s {condition}
     ON CONFLICT (tenant, task, key) DO UPDATE SET
         status = 'started',
-        fence = nextval('idempotency.fence'),
+        fence = pg_catalog.nextval('idempotency.fence'),
         token = excluded.token,
         -- the same token again is the same attempt, whose commit was in doubt
         attempts = r.attempts + (r.token IS DISTINCT FROM excluded.token)::int,

@@ -169,7 +169,7 @@ SELECT current_setting('default_transaction_isolation'), pg_backend_pid(), EXIST
     SELECT FROM pg_class c
     WHERE c.relname = 'records' AND c.relnamespace = (SELECT oid FROM pg_namespace WHERE nspname = 'idempotency')
       AND row_security_active(c.oid) AND NOT EXISTS (
-          SELECT FROM pg_policy p, unnest(p.polroles) role
+          SELECT FROM pg_policy p, pg_catalog.unnest(p.polroles) role
           WHERE p.polrelid = c.oid AND p.polname = 'all_tenants' AND pg_has_role(role, 'USAGE')))
 """
 

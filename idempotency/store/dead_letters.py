@@ -151,11 +151,11 @@ SELECT coalesce(consumer_service, '-') AS service,
        count(*) FILTER (WHERE status = 'discarded' AND closed_at >= since) AS discarded,
        count(*) FILTER (WHERE status = 'open') AS open,
        min(failed_at) FILTER (WHERE status = 'open') AS oldest_open,
-       (SELECT string_agg(reason || ' ' || letters, ', ' ORDER BY letters DESC, reason)
+       (SELECT string_agg(reason || ' ' || letters::text, ', ' ORDER BY letters DESC, reason)
         FROM (SELECT reason, count(*) AS letters FROM idempotency.dead_letters r
               WHERE r.consumer_service IS NOT DISTINCT FROM d.consumer_service AND r.status = 'open'
               GROUP BY reason ORDER BY count(*) DESC, reason LIMIT 5) AS reasons) AS reasons
-FROM idempotency.dead_letters d, (SELECT clock_timestamp() - make_interval(days => %(days)s) AS since) AS period
+FROM idempotency.dead_letters d, (SELECT clock_timestamp() - pg_catalog.make_interval(days => %(days)s) AS since) AS period
 WHERE (d.consumer_service = %(service)s) IS NOT FALSE
 GROUP BY consumer_service HAVING count(*) FILTER (WHERE status = 'open' OR failed_at >= since OR closed_at >= since) > 0
 ORDER BY 1

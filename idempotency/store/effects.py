@@ -16,8 +16,8 @@ Parameters = Mapping[str, Any]
 
 _BEGIN_EFFECT = f"""
 UPDATE idempotency.records
-SET effects = effects || jsonb_build_object(%(name)s::text, %(effect)s::jsonb
-        || jsonb_build_object('begun_at', extract(epoch FROM clock_timestamp())::float8)),
+SET effects = effects || pg_catalog.jsonb_build_object(%(name)s::text, %(effect)s::jsonb
+        || pg_catalog.jsonb_build_object('begun_at', extract(epoch FROM clock_timestamp())::float8)),
     updated_at = clock_timestamp()
 WHERE {MINE} AND (NOT effects ? %(name)s OR effects -> %(name)s ->> 'state' IN ('not_happened', 'compensated'))
 RETURNING effects -> %(name)s ->> 'begun_at'
@@ -33,8 +33,8 @@ UPDATE idempotency.records SET {_CHANGED}, updated_at = clock_timestamp() WHERE 
 _CHANGE_EFFECT_WITH = FINISH.format(changes=_CHANGED, condition=_IS_BEGUN)
 
 _RECORD_STEP = FINISH.format(
-    changes="""effects = effects || jsonb_build_object(%(name)s::text, %(effect)s::jsonb
-        || jsonb_build_object('begun_at', extract(epoch FROM clock_timestamp())::float8))""",
+    changes="""effects = effects || pg_catalog.jsonb_build_object(%(name)s::text, %(effect)s::jsonb
+        || pg_catalog.jsonb_build_object('begun_at', extract(epoch FROM clock_timestamp())::float8))""",
     condition=f"{MINE} AND NOT effects ? %(name)s",
 )
 

@@ -89,7 +89,7 @@ DELETE FROM idempotency.records WHERE {MINE} AND effects = '{{}}' AND message = 
 
 _CANCEL = f"""
 UPDATE idempotency.records
-SET {_CONCLUDED}, available_at = NULL, fence = nextval('idempotency.fence'),
+SET {_CONCLUDED}, available_at = NULL, fence = pg_catalog.nextval('idempotency.fence'),
     first_error = coalesce(first_error, %(error)s), response_code = %(response_code)s,
     completed_at = clock_timestamp(), expires_at = clock_timestamp() + make_interval(secs => %(retention)s),
     updated_at = clock_timestamp()
@@ -99,7 +99,7 @@ RETURNING fence
 
 # For a person's answer about an effect. The fence changes, so that a command based on the earlier state is refused.
 _CONCLUDE = f"""
-UPDATE idempotency.records SET {_CONCLUDED}, fence = nextval('idempotency.fence'), updated_at = clock_timestamp(),
+UPDATE idempotency.records SET {_CONCLUDED}, fence = pg_catalog.nextval('idempotency.fence'), updated_at = clock_timestamp(),
     -- the same retention again, counted from now
     expires_at = greatest(expires_at, clock_timestamp() + (expires_at - completed_at))
 WHERE {ROW} AND status = 'failed' AND fence = %(fence)s

@@ -41,7 +41,7 @@ _LETTERS = f"""({ROW} OR tenant = %(tenant)s AND task IS NULL AND header_task = 
 # Deliveries of webhooks that the operation is, or has made as the fan-out of an event: then its key is the event's id.
 _DELIVERIES = """tenant = %(tenant)s AND (
     task = %(task)s AND id = split_part(%(key)s, ':', 1)
-    OR id = 'msg_' || left(encode(sha256(convert_to(%(key)s || ':' || endpoint_id, 'UTF8')), 'hex'), 32))"""
+    OR id = 'msg_' || left(encode(sha256(pg_catalog.convert_to(%(key)s || ':' || endpoint_id, 'UTF8')), 'hex'), 32))"""
 # The events that its saga has waited for, or was given by a person.
 _EVENTS = f"""
 SELECT e.id FROM idempotency.sagas g JOIN idempotency.saga_events e ON (e.tenant, e.service) = (g.tenant, g.service)
@@ -94,13 +94,13 @@ _ERASED_AT = f"SELECT erased_at FROM idempotency.records WHERE {ROW}"
 
 
 def _entry(entry: str) -> str:
-    return f"(SELECT jsonb_object_agg(f.key, f.value) FROM jsonb_each({entry}) f WHERE f.key = ANY(%(kept)s::text[]))"
+    return f"(SELECT pg_catalog.jsonb_object_agg(f.key, f.value) FROM jsonb_each({entry}) f WHERE f.key = ANY(%(kept)s::text[]))"
 
 
 def _error(error: str, code: str) -> str:
     """A stored error, whose code alone is kept."""
     return f"""CASE WHEN {error} IS NOT NULL THEN
-        jsonb_build_object('code', coalesce({code}, %(gone)s::text), 'message', %(gone)s::text)::text END"""
+        pg_catalog.jsonb_build_object('code', coalesce({code}, %(gone)s::text), 'message', %(gone)s::text)::text END"""
 
 
 _STEP = f"""args = NULL, undo_arguments = NULL, match = CASE WHEN match IS NOT NULL THEN %(gone)s::text END,
@@ -138,7 +138,7 @@ _ERASE_WEBHOOKS = f"UPDATE idempotency.webhook_deliveries SET body = '' WHERE {_
 _ERASE_RECORD = f"""
 UPDATE idempotency.records SET message = '', first_error = NULL,
     result = CASE WHEN result IS NOT NULL THEN %(erased)s::text END, error = {_error("error", "error_code")},
-    effects = (SELECT coalesce(jsonb_object_agg(e.key, {_entry("e.value")}), '{{}}') FROM jsonb_each(effects) e),
+    effects = (SELECT coalesce(pg_catalog.jsonb_object_agg(e.key, {_entry("e.value")}), '{{}}') FROM jsonb_each(effects) e),
     erased_at = clock_timestamp(), updated_at = clock_timestamp()
 WHERE {ROW} AND erased_at IS NULL
 """

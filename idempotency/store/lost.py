@@ -115,7 +115,7 @@ JUDGE = Sweep(
           OR (SELECT true FROM idempotency.dead_letters d WHERE d.outbox_id = r.id AND d.status = 'open') THEN 'taken'
         WHEN p.available_at > clock_timestamp()
           OR r.published_at >= clock_timestamp()
-             - make_interval(secs => least(%(after)s * power(2, least(r.resends, 20)), %(cap)s)) THEN 'early'
+             - make_interval(secs => least(%(after)s * pg_catalog.power(2, least(r.resends, 20)), %(cap)s)) THEN 'early'
         ELSE 'lost'
     END AS verdict
     -- A row that was returned after this statement's snapshot is left to the next one: this one still sees why it was
@@ -190,7 +190,7 @@ WITH newest AS MATERIALIZED (
 )
 SELECT n.id, n.task, n.queue, n.published_at,
        n.published_at < clock_timestamp()
-           - make_interval(secs => least(%(after)s * power(2, least(n.resends, 20)), %(cap)s)) AS overdue
+           - make_interval(secs => least(%(after)s * pg_catalog.power(2, least(n.resends, 20)), %(cap)s)) AS overdue
 FROM newest n LEFT JOIN idempotency.records r ON (r.tenant, r.task, r.key) = (n.tenant, n.task, n.key)
 WHERE n.status = 'published'
   AND (r.status IS NULL OR r.status = 'released' AND r.available_at <= clock_timestamp())

@@ -33,7 +33,7 @@ WHERE EXISTS (SELECT FROM idempotency.outbox
                   WHERE queue = %(queue)s AND priority = %(priority)s
                     AND sent_at > clock_timestamp() - greatest(make_interval(secs => %(pause)s), (
                         SELECT clock_timestamp() - min(sent_at) FROM idempotency.markers
-                        WHERE queue = %(queue)s AND taken_at IS NULL) / 10))
+                        WHERE queue = %(queue)s AND taken_at IS NULL) / 10::float8))
 """
 
 _FORGET_MARKERS = """

@@ -15,7 +15,7 @@ from .statements import execute
 
 # All tables in which an accepted operation may appear. What a person has done about it says nothing about whose it is.
 _FIND = """
-SELECT tenant, task, key, array_remove(array_agg(DISTINCT service), NULL) AS services FROM (
+SELECT tenant, task, key, pg_catalog.array_remove(pg_catalog.array_agg(DISTINCT service), NULL) AS services FROM (
     SELECT tenant, task, key, service FROM idempotency.records
     UNION ALL SELECT tenant, task, key, service FROM idempotency.outbox
     UNION ALL SELECT tenant, task, key, consumer_service FROM idempotency.dead_letters

@@ -9,7 +9,7 @@ from sqlalchemy import Connection, Row
 
 _ADD = """
 INSERT INTO idempotency.operators (name, role, token_hash, expires_at)
-VALUES (%(name)s, %(role)s, %(hash)s, clock_timestamp() + make_interval(days => %(days)s))
+VALUES (%(name)s, %(role)s, %(hash)s, clock_timestamp() + pg_catalog.make_interval(days => %(days)s))
 ON CONFLICT (name) DO NOTHING RETURNING name
 """
 

@@ -74,7 +74,7 @@ _UNASKED = f"""r.service = %(service)s AND r.message = '' AND r.task = '{HTTP_TA
       AND r.updated_at < (SELECT clock_timestamp() - make_interval(secs => %(retention)s))
       AND (r.locked_until IS NULL OR r.locked_until < clock_timestamp())"""
 # An effect or a step that is there already, and is recorded nowhere else: without its record it would be made again.
-_HAS_BEGUN = """jsonb_path_exists(r.effects, '$.* ? (@.state == "begun" || @.state == "done")')"""
+_HAS_BEGUN = """pg_catalog.jsonb_path_exists(r.effects, '$.* ? (@.state == "begun" || @.state == "done")')"""
 
 REQUESTS = Sweep(
     "purge_requests",

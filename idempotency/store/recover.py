@@ -26,7 +26,7 @@ _MOST = """coalesce(
 
 # Whether this application has the task; another service on the database does not know how many attempts it has.
 _KNOWN = """coalesce(
-          (SELECT true FROM unnest(%(known)s::text[]) known(task) WHERE known.task = r.task), false)"""
+          (SELECT true FROM pg_catalog.unnest(%(known)s::text[]) known(task) WHERE known.task = r.task), false)"""
 
 # `spare` claims have found the attempts used up, counted from the first. If none lived long enough to record that, twice
 # as many, because this process's limit may differ from the workers' during a deploy.

@@ -98,7 +98,7 @@ WHERE r.rolname = ANY(:roles) AND pg_has_role(r.oid, 'USAGE')
 # What the policies of `roles.py` mean for this role; no row where there is no row-level security.
 _WALL = text("""
 SELECT r.rolname AS name, r.rolsuper OR r.rolbypassrls AS passes, EXISTS (
-    SELECT FROM pg_policy p, unnest(p.polroles) role
+    SELECT FROM pg_policy p, pg_catalog.unnest(p.polroles) role
     WHERE p.polrelid = c.oid AND p.polname = 'all_tenants' AND pg_has_role(role, 'USAGE')) AS of_all
 FROM pg_class c, pg_roles r
 WHERE c.relnamespace = to_regnamespace(:schema) AND c.relname = 'records' AND c.relrowsecurity
@@ -111,10 +111,34 @@ SELECT r.rolname AS name, r.rolsuper AS is_superuser, c.relowner = r.oid OR pg_h
 FROM pg_roles r, pg_class c WHERE r.rolname = current_user AND c.oid = to_regclass(:table)
 """)
 
+# Where those who have the application's rights, and not those of a role of all tenants, may create what such a role would run by
+# its name: in schemas of its path (of this role's, if it is one), and in the database: a schema named like a role is first in its
+# path.
+_PLANTS = text("""
+WITH weak AS (
+    SELECT r.oid, r.rolname AS name FROM pg_roles a, pg_roles r
+    WHERE a.rolname = :application AND pg_has_role(r.oid, a.oid, 'USAGE') AND NOT r.rolsuper
+      AND NOT EXISTS (SELECT FROM pg_roles m WHERE m.rolname = ANY(:of_all) AND pg_has_role(r.oid, m.oid, 'USAGE'))
+), place AS (
+    SELECT n.oid, 'SCHEMA' AS kind, n.nspname AS name FROM pg_namespace n
+    WHERE n.nspname = ANY(CASE WHEN EXISTS (
+        SELECT FROM pg_roles m WHERE m.rolname = ANY(:of_all) AND pg_has_role(m.oid, 'USAGE'))
+        THEN current_schemas(false) ELSE '{public}' END)
+    UNION ALL
+    SELECT d.oid, 'DATABASE', d.datname FROM pg_database d WHERE d.datname = current_database()
+)
+SELECT p.kind, quote_ident(p.name) AS name, string_agg(quote_ident(w.name), ', ' ORDER BY w.name) AS roles
+FROM place p, weak w
+WHERE CASE p.kind WHEN 'SCHEMA' THEN has_schema_privilege(w.oid, p.oid, 'CREATE')
+                  ELSE has_database_privilege(w.oid, p.oid, 'CREATE') END
+  AND EXISTS (SELECT FROM pg_class c WHERE c.relnamespace = to_regnamespace(:schema) AND c.relforcerowsecurity)
+GROUP BY p.kind, p.name ORDER BY p.kind, p.name
+""")
+
 # Identity sequences need no rights.
 _RIGHTS = text("""
 WITH needed(oid, name, privilege) AS (
-    SELECT c.oid, 'table ' || c.relname, unnest(string_to_array(coalesce(own.rights, others.rights), ', '))
+    SELECT c.oid, 'table ' || c.relname, pg_catalog.unnest(string_to_array(coalesce(own.rights, others.rights), ', '))
     FROM pg_class c
     JOIN unnest(cast(:tables AS text[]), cast(:rights AS text[])) others(name, rights) ON others.name = '*'
     LEFT JOIN unnest(cast(:tables AS text[]), cast(:rights AS text[])) own(name, rights) ON own.name = c.relname
@@ -173,6 +197,15 @@ def too_mighty(connection: Connection) -> str | None:
     if role is None or not (role.is_superuser or role.owns):
         return None
     return f"{role.name!r} {'is a superuser' if role.is_superuser else 'owns the tables'}"
+
+
+def plants(connection: Connection) -> Sequence[Row[Any]]:
+    """The places where the application's role could make what relays and people run: `kind`, `name`, and the `roles` that may.
+
+    Nothing where the roles are not used.
+    """
+    names = {"application": APPLICATION, "of_all": list(OF_ALL_TENANTS), "schema": SCHEMA}
+    return connection.execute(_PLANTS, names).all()
 
 
 def _together(wanted: Sequence[Mapping[str, str]]) -> dict[str, str]:

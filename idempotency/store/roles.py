@@ -84,6 +84,14 @@ WHERE c.relkind IN ('r', 'p') AND (n.nspname = %(schema)s AND %(table)s::text IS
 ORDER BY 1
 """
 
+# Where the application may create, what relays and people run by a name could be its code. Postgres 13 and 14 let everybody
+# create in `public`, and so does a database that was restored from them. Only the schema's owner can take that away.
+_PUBLIC = """
+SELECT quote_ident(pg_get_userbyid(d.datdba)) AS database_owner FROM pg_namespace n, pg_database d
+WHERE n.nspname = 'public' AND has_schema_privilege(%(role)s, n.oid, 'CREATE') AND pg_has_role(n.nspowner, 'USAGE')
+  AND d.datname = current_database()
+"""
+
 # In a subquery, the function runs once for a statement and not for each row.
 _POLICIES = {
     "of_tenant": "FOR ALL TO PUBLIC USING (tenant = ANY ((SELECT idempotency.tenants())::text[]))",
@@ -118,8 +126,9 @@ def create(engine: Engine, passwords: Mapping[str, str]) -> list[str]:
 def _create(engine: Engine, passwords: Mapping[str, str]) -> list[str]:
     with engine.begin() as connection:
         connection.exec_driver_sql(f"SET LOCAL lock_timeout = '{int(LOCK_TIMEOUT * 1000)}'")
+        connection.exec_driver_sql("SET LOCAL search_path = pg_catalog, pg_temp")
         done = []
-        for part in (_roles, _ownership, _rights, _policies):
+        for part in (_roles, _ownership, _rights, _public, _policies):
             for statement in part(connection):
                 connection.exec_driver_sql(statement)
                 done.append(statement)
@@ -170,10 +179,7 @@ def _rights(connection: Connection) -> list[str]:
             f"REVOKE ALL ON ALL {kind} IN SCHEMA {SCHEMA} FROM {everybody}"
             for kind in ("TABLES", "SEQUENCES", "FUNCTIONS")
         ),
-        *(
-            f"ALTER FUNCTION {SCHEMA}.{each} SECURITY DEFINER SET search_path = pg_catalog, pg_temp"
-            for each in DEFINERS
-        ),
+        *(f"ALTER FUNCTION {SCHEMA}.{each} SECURITY DEFINER" for each in DEFINERS),
         f"GRANT EXECUTE ON FUNCTION {', '.join(called)} TO {', '.join(RUNNERS)}",
     ]
     for role, rights in RIGHTS.items():
@@ -184,6 +190,17 @@ def _rights(connection: Connection) -> list[str]:
     if connection.exec_driver_sql(_BY_READER).scalar_one():
         statements.append(f"GRANT SELECT ON {SCHEMA}.saga_instances TO {APPLICATION}")
     return statements
+
+
+def _public(connection: Connection) -> list[str]:
+    found = connection.exec_driver_sql(_PUBLIC, {"role": APPLICATION}).one_or_none()
+    if found is None:
+        return []
+    # as Postgres 15 has it: who may create is the database's owner, for its own migrations
+    return [
+        f"GRANT CREATE ON SCHEMA public TO {found.database_owner}",
+        f"REVOKE CREATE ON SCHEMA public FROM PUBLIC, {APPLICATION}",
+    ]
 
 
 def _policies(connection: Connection) -> list[str]:

@@ -58,7 +58,7 @@ FROM (
     ORDER BY g.created_at DESC LIMIT %(limit)s
 ) g
 LEFT JOIN LATERAL (
-    SELECT jsonb_agg(jsonb_build_object(
+    SELECT pg_catalog.jsonb_agg(pg_catalog.jsonb_build_object(
         'kind', s.kind, 'name', s.name, 'match', s.match, 'due_at', s.due_at, 'task', s.call_task, 'key', s.call_key
     ) ORDER BY s.position) AS waits
     FROM idempotency.saga_steps s

@@ -93,7 +93,9 @@ SELECT 1 / count(*) FROM recorded
 """
 
 # When it was called, by the clock alone: how old a call in doubt is decides whether it may be repeated.
-_CALLED_AT = "%(entry)s::jsonb || jsonb_build_object('begun_at', extract(epoch FROM clock_timestamp())::float8)"
+_CALLED_AT = (
+    "%(entry)s::jsonb || pg_catalog.jsonb_build_object('begun_at', extract(epoch FROM clock_timestamp())::float8)"
+)
 _BEGIN_EFFECT = f"""
 WITH {_HELD}
 INSERT INTO idempotency.saga_steps {_COLUMNS}

@@ -57,7 +57,7 @@ def migrate(engine: Engine, revision: str = "head") -> str:
             if time.monotonic() > deadline:
                 raise SettingsError(f"database schema: another migration has been running for {MIGRATION_TIMEOUT:g} s")
             time.sleep(LOCK_PAUSE)
-        event.listen(connection, "begin", _limit_locks)
+        event.listen(connection, "begin", _limit)
         while True:
             try:
                 connection.execute(text(f"CREATE SCHEMA IF NOT EXISTS {SCHEMA}"))
@@ -88,9 +88,13 @@ def _try_migration_lock(locking: Connection) -> bool:
     return granted
 
 
-def _limit_locks(connection: Connection) -> None:
+def _limit(connection: Connection) -> None:
+    """Wait for no lock for long, and run no function that others have made in another schema."""
     # By this function, since SET LOCAL warns where there is no transaction: while an index is built.
-    connection.exec_driver_sql(f"SELECT set_config('lock_timeout', '{int(LOCK_TIMEOUT * 1000)}', true)")
+    connection.exec_driver_sql(
+        f"SELECT pg_catalog.set_config('lock_timeout', '{int(LOCK_TIMEOUT * 1000)}', true), "
+        "pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', true)"
+    )
 
 
 def current_revision(connection: Connection) -> str | None:

@@ -43,7 +43,7 @@ INSERT INTO idempotency.set_aside AS a (sweep, id, tenant, task, key, error, unt
 VALUES (%(sweep)s, %(id)s, %(tenant)s, %(task)s, %(key)s, %(error)s,
         clock_timestamp() + make_interval(secs => %(first)s))
 ON CONFLICT (sweep, id) DO UPDATE SET times = a.times + 1, error = excluded.error,
-    until = clock_timestamp() + make_interval(secs => least(%(longest)s, %(first)s * 2 ^ least(a.times, 20)))
+    until = clock_timestamp() + make_interval(secs => least(%(longest)s, %(first)s * pg_catalog.power(2, least(a.times, 20))))
 RETURNING times
 """
 

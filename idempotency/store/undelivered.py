@@ -47,7 +47,7 @@ WITH {SETTINGS}, deliveries AS MATERIALIZED (
     INSERT INTO idempotency.records AS r
         (tenant, task, key, status, fence, attempts, fingerprint, message, queue, error, first_error,
          error_code, response_code, completed_at, expires_at, service)
-    SELECT %(tenant)s, %(task)s, %(key)s, 'failed', nextval('idempotency.fence'), 0, %(fingerprint)s,
+    SELECT %(tenant)s, %(task)s, %(key)s, 'failed', pg_catalog.nextval('idempotency.fence'), 0, %(fingerprint)s,
            %(message)s, %(queue)s, %(error)s, %(error)s, %(code)s, %(response_code)s, clock_timestamp(),
            clock_timestamp() + make_interval(secs => %(retention)s), %(service)s
     FROM settings, deliveries WHERE NOT elsewhere
@@ -56,8 +56,8 @@ WITH {SETTINGS}, deliveries AS MATERIALIZED (
         available_at = NULL, error = excluded.error, first_error = coalesce(r.first_error, excluded.error),
         -- `conclude` decides how it ended, in the same transaction
         error_code = CASE
-            WHEN jsonb_path_exists(r.effects, '$.* ? (@.state == "begun")') THEN 'effect_unknown'
-            WHEN jsonb_path_exists(r.effects, '$.* ? (@.kind == "effect" && @.state == "done")') THEN 'unfinished'
+            WHEN pg_catalog.jsonb_path_exists(r.effects, '$.* ? (@.state == "begun")') THEN 'effect_unknown'
+            WHEN pg_catalog.jsonb_path_exists(r.effects, '$.* ? (@.kind == "effect" && @.state == "done")') THEN 'unfinished'
             ELSE excluded.error_code END,
         response_code = excluded.response_code, completed_at = clock_timestamp(), expires_at = excluded.expires_at,
         updated_at = clock_timestamp()
@@ -117,7 +117,7 @@ WITH own AS (
     SET status = 'pending', origin = 'retry', relayed_until = NULL, taken = false, refusals = refusals + 1, resends = 0,
         first_refused_at = coalesce(first_refused_at, clock_timestamp()), last_error = %(error)s,
         available_at = clock_timestamp()
-            + make_interval(secs => least(%(pause)s * power(2, least(refusals, 20)), %(cap)s))
+            + make_interval(secs => least(%(pause)s * pg_catalog.power(2, least(refusals, 20)), %(cap)s))
     FROM own, in_time
     WHERE o.id = own.id AND o.settled_at IS NULL AND o.status <> 'failed'
       AND (first_refused_at IS NULL OR first_refused_at > clock_timestamp() - make_interval(secs => %(grace)s))

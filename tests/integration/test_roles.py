@@ -14,9 +14,12 @@ from sqlalchemy.exc import ProgrammingError
 from sqlalchemy.pool import NullPool
 
 import services
+from idempotency.checks.findings import Level
+from idempotency.checks.postgres import check_database
 from idempotency.operate import api_keys
 from idempotency.operate.change import Change
-from idempotency.store import roles, schema, webhooks
+from idempotency.settings import Settings
+from idempotency.store import audit, roles, schema, webhooks
 from idempotency.store.rights import APPLICATION, OPERATOR, OWNER, READ_ONLY, RELAY
 from idempotency.store.tenants import authenticate
 from idempotency.wire.keys import OperationId
@@ -260,6 +263,90 @@ def test_the_application_delivers_webhooks_of_its_tenant_alone(walled: str, as_r
         found = webhooks.count_given_up(connection, "m", is_gone=True, most=1, failing_for=0.0)
         assert found is not None
         assert found.disabled_because == webhooks.GONE
+
+
+# ---------------------------------------------------------------- whose functions run
+
+# Calls of ours, of the schema's functions and of the library's statements, for whose arguments the application makes a function
+# that fits better.
+TRAPS = ("concat_ws(text, text, text, text)", "num_nulls(text, text)", "hashtextextended(text, integer)")
+BEGUN_BY = OF_THE_APPLICATION["records"].replace("'b', 't', 'new'", "'a', 't', 'trap'")
+ENDED_BY = """
+UPDATE idempotency.records SET status = 'completed', result = '1', response_code = 200, locked_until = NULL,
+    completed_at = now(), expires_at = now() WHERE key = 'trap'
+"""
+
+
+def test_every_function_has_its_own_path(walled: str) -> None:
+    query = """
+        SELECT oid::regprocedure FROM pg_proc WHERE pronamespace = 'idempotency'::regnamespace
+        AND 'search_path=pg_catalog, pg_temp' <> ALL (coalesce(proconfig, '{}'))
+    """
+    with create_engine(walled, poolclass=NullPool).connect() as connection:
+        assert connection.execute(text(query)).all() == []
+
+
+@pytest.fixture
+def public_for_all(walled: str, as_role: As) -> Iterator[Engine]:
+    """As Postgres 13 and 14 have it, and a database that was restored from them: each role may create in `public`."""
+    owner, application = create_engine(walled, poolclass=NullPool), as_role(APPLICATION)
+    with owner.begin() as connection:
+        connection.execute(text("GRANT CREATE ON SCHEMA public TO PUBLIC"))
+    with application.begin() as connection:
+        connection.execute(text("CREATE TABLE public.seen (who text, what text); GRANT ALL ON public.seen TO PUBLIC"))
+        for trap in TRAPS:
+            returned = "bigint" if trap.startswith("hash") else "integer" if trap.startswith("num") else "text"
+            connection.execute(
+                text(f"""CREATE FUNCTION public.{trap} RETURNS {returned} LANGUAGE plpgsql AS $$ BEGIN
+                INSERT INTO public.seen VALUES (current_user, '{trap}'); RETURN 0; END $$""")
+            )
+    yield owner
+    with application.begin() as connection:
+        connection.execute(text("DROP TABLE public.seen"))
+        for trap in TRAPS:
+            connection.execute(text(f"DROP FUNCTION public.{trap}"))
+    roles.create(owner, {})
+
+
+@pytest.mark.parametrize("role", [RELAY, OPERATOR])
+def test_no_function_of_the_application_is_run_by_another_role(public_for_all: Engine, as_role: As, role: str) -> None:
+    with as_role(role).connect() as connection:
+        connection.execute(text("INSERT INTO idempotency.waiters VALUES ('a', 't', 'trap', now() + interval '1 day')"))
+        connection.execute(text(BEGUN_BY))
+        connection.execute(text(ENDED_BY))
+        connection.execute(text("SELECT idempotency.event_lock('a', 's', 'e', 'm')"))
+        connection.execute(text("SET CONSTRAINTS ALL IMMEDIATE"))
+        if role == OPERATOR:
+            audit.of_request(connection, "r-1")
+        assert connection.execute(text("SELECT * FROM public.seen")).all() == []
+        connection.rollback()
+
+
+def test_a_schema_in_which_the_application_may_create_is_refused_and_closed(
+    public_for_all: Engine, walled: str, as_role: As
+) -> None:
+    refused = f"database schema public: {APPLICATION} may create in it;"
+    for role in (RELAY, APPLICATION):
+        assert any(each.startswith(refused) for each in refusals(role, walled))
+    with public_for_all.begin() as connection:
+        (database,) = connection.execute(text("SELECT quote_ident(current_database())")).one()
+        connection.execute(text(f"GRANT CREATE ON DATABASE {database} TO {APPLICATION}"))
+        connection.execute(text(f"CREATE SCHEMA {RELAY}; GRANT USAGE ON SCHEMA {RELAY} TO {RELAY}"))
+        connection.execute(text(f"GRANT CREATE ON SCHEMA {RELAY} TO {APPLICATION}"))
+    roles.create(public_for_all, {})
+    places = [each.partition(": ")[0] for each in refusals(RELAY, walled)]
+    assert places == [f"database database {database}", f"database schema {RELAY}"]
+    with public_for_all.begin() as connection:
+        connection.execute(text(f"REVOKE CREATE ON DATABASE {database} FROM {APPLICATION}"))
+        connection.execute(text(f"DROP SCHEMA {RELAY}"))
+    assert refusals(RELAY, walled) == refusals(APPLICATION, walled) == []
+    assert trying(as_role(APPLICATION), "CREATE TABLE public.mine (a int)") is REFUSED
+    assert trying(public_for_all, "CREATE TABLE public.mine (a int)") == -1
+
+
+def refusals(role: str, url: str) -> list[str]:
+    found = check_database(Settings.read({"database_url": url_of(role, url)}))
+    return [str(each) for each in found if each.level is Level.REFUSAL]
 
 
 def test_making_the_roles_again_changes_no_table_and_takes_no_lock_on_one(walled: str, as_role: As) -> None:

@@ -83,3 +83,29 @@ def test_a_statement_outside_the_store_would_be_noticed(source: str) -> None:
 def test_dead_letters_are_inserted_in_one_place() -> None:
     texts = [text for module in LIBRARY.rglob("*.py") for text in texts_in(module.read_text())]
     assert sum("INSERT INTO idempotency.dead_letters " in " ".join(text.split()) for text in texts) == 1
+
+
+# What no statement's arguments fit exactly, because it takes any type or those given are converted: a function that the
+# application has made in a schema of the path would fit better, and be run with the rights of a relay or a person.
+INEXACT = re.compile(
+    r"(?<![.\w])(?:concat|concat_ws|format|num_nulls|num_nonnulls|nextval|convert_to|power|hashtextextended|lag|array_agg"
+    r"|array_remove|cardinality|to_jsonb|jsonb?_(?:agg|object_agg|build_\w+|path_\w+))\(|(?<![.\w])make_interval\(days\b"
+    # of several arguments, Postgres makes its own function of each by itself
+    r"|(?<![.\w])unnest\((?:%\(\w+\)s::\w+\[\]|[\w.]+)\)"
+)
+# With a path of its own.
+OWN_PATH = ("roles.py",)
+
+
+def test_statements_name_postgres_own_function_where_another_could_fit_better() -> None:
+    modules = [module for module in STORE.glob("*.py") if module.name not in OWN_PATH]
+    texts = [(module.name, text) for module in modules for text in texts_in(module.read_text())]
+    assert sum("pg_catalog." in text for _, text in texts) > 20
+    assert [(name, found.group()) for name, text in texts for found in INEXACT.finditer(text)] == []
+
+
+@pytest.mark.parametrize(
+    "sql", ["SELECT concat_ws(' ', a, b)", "SELECT now() - make_interval(days => 1)", "SELECT unnest(%(a)s::text[])"]
+)
+def test_one_without_its_schema_would_be_noticed(sql: str) -> None:
+    assert INEXACT.search(sql)

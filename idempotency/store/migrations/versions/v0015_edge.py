@@ -96,7 +96,7 @@ CREATE TABLE idempotency.audit_head (
 INSERT INTO idempotency.audit_head (position, hash) VALUES (0, '');
 
 CREATE FUNCTION idempotency.chain_audit() RETURNS trigger
-LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+LANGUAGE plpgsql SECURITY DEFINER AS $$
 DECLARE
     head idempotency.audit_head;
 BEGIN
@@ -142,7 +142,7 @@ ALTER TABLE idempotency.audit_chain ENABLE ALWAYS TRIGGER append_only;
 # What has ended is changed by people's commands and by relays, each with its own role; the application has no need to. Where no
 # roles were made, one does everything.
 KEEP_ENDED = """
-CREATE FUNCTION idempotency.keep_ended() RETURNS trigger LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp AS $$
+CREATE FUNCTION idempotency.keep_ended() RETURNS trigger LANGUAGE plpgsql AS $$
 BEGIN
     IF EXISTS (SELECT FROM pg_roles WHERE rolname = 'idempotency_application' AND pg_has_role(oid, 'USAGE'))
         AND NOT EXISTS (
@@ -160,7 +160,7 @@ CREATE TRIGGER keep_ended AFTER UPDATE ON idempotency.records
 
 # Identities are made by the owner of the tables, also where one role was granted everything else.
 PEOPLE = """
-CREATE FUNCTION idempotency.only_owner() RETURNS trigger LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp AS $$
+CREATE FUNCTION idempotency.only_owner() RETURNS trigger LANGUAGE plpgsql AS $$
 BEGIN
     IF NOT (SELECT pg_has_role(relowner, 'USAGE') FROM pg_class WHERE oid = TG_RELID) THEN
         RAISE EXCEPTION 'idempotency.%: only the owner of the tables adds or changes people', TG_TABLE_NAME
@@ -179,7 +179,7 @@ ALTER TABLE idempotency.discards ADD COLUMN known_by text;
 # The data of an ended operation can be erased; then it stays as it is, whatever code or person would open it again.
 ERASURE = """
 ALTER TABLE idempotency.records ADD COLUMN erased_at timestamptz;
-CREATE FUNCTION idempotency.keep_erased() RETURNS trigger LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp AS $$
+CREATE FUNCTION idempotency.keep_erased() RETURNS trigger LANGUAGE plpgsql AS $$
 BEGIN
     RAISE EXCEPTION 'idempotency.records: the data of % was erased, so it never runs again', OLD.task
         USING ERRCODE = 'check_violation', CONSTRAINT = 'erased_stays_erased';
@@ -217,6 +217,20 @@ SAGAS_OVER = """
 CREATE INDEX CONCURRENTLY sagas_over ON idempotency.sagas (service, updated_at) WHERE observed OR status = 'COMPENSATING'
 """
 
+# Relays and people run these functions, too, with their own rights. Without this, a function that the application has made in
+# another schema of the path, for arguments that fit better than those of Postgres' own, would be run by them. It costs each
+# call about 3 µs. CREATE OR REPLACE forgets it.
+OWN_PATH = """
+DO $$
+DECLARE
+    ours regprocedure;
+BEGIN
+    FOR ours IN SELECT oid FROM pg_proc WHERE pronamespace = 'idempotency'::regnamespace LOOP
+        EXECUTE format('ALTER FUNCTION %s SET search_path = pg_catalog, pg_temp', ours);
+    END LOOP;
+END $$
+"""
+
 
 def upgrade() -> None:
     op.execute(ALERTS)
@@ -234,6 +248,7 @@ def upgrade() -> None:
     op.execute(KEEP_ENDED)
     op.execute(PEOPLE)
     op.execute(ERASURE)
+    op.execute(OWN_PATH)
 
 
 def downgrade() -> None:
@@ -244,8 +259,7 @@ def downgrade() -> None:
         ALTER TABLE idempotency.discards DROP COLUMN known_by;
         DROP TRIGGER only_owner ON idempotency.operators;
         DROP FUNCTION idempotency.only_owner();
-        DROP TRIGGER keep_ended ON idempotency.records;
-        DROP FUNCTION idempotency.keep_ended();
+        DROP FUNCTION idempotency.keep_ended() CASCADE;
         DROP TRIGGER chain ON idempotency.audit;
         DROP FUNCTION idempotency.chain_audit();
         DROP TABLE idempotency.audit_chain, idempotency.audit_head;
