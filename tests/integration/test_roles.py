@@ -56,6 +56,17 @@ INSERT INTO idempotency.dead_letters (source, tenant, task, key, reason, payload
 VALUES ('operation', :tenant, 't', 'k', 'r', '');
 INSERT INTO idempotency.audit (actor, action, tenant) VALUES ('ann', 'x', :tenant);
 INSERT INTO idempotency.set_aside (sweep, id, tenant, error, until) VALUES ('s', :tenant, :tenant, 'e', now());
+INSERT INTO idempotency.dead_letters (source, tenant, task, key, reason, payload, status, closed_at)
+VALUES ('operation', :tenant, 't', 'closed', 'r', '', 'discarded', now());
+INSERT INTO idempotency.sagas (id, tenant, task, key, service, status, entity_id)
+VALUES (gen_random_uuid(), :tenant, 't', 'k', 's', 'FAILED', 'e');
+INSERT INTO idempotency.webhook_endpoints (id, tenant, service, url, events, status)
+SELECT 'ep_' || status || :tenant, :tenant, 'shop', 'https://x.example/', '{*}', status
+FROM unnest('{unverified,enabled,disabled}'::text[]) status;
+INSERT INTO idempotency.webhook_deliveries (id, tenant, service, endpoint_id, task, event_type, body, status, ended_at)
+SELECT status || :tenant, :tenant, 'shop', 'ep_enabled' || :tenant, 't', 'e', '{}', status,
+    CASE WHEN status <> 'waiting' THEN now() END
+FROM unnest('{waiting,delivered,given_up}'::text[]) status;
 """
 
 
@@ -174,6 +185,11 @@ UNENDED = (
 )
 BEGUN_ANEW = OF_THE_APPLICATION["records"].replace("'b', 't', 'new'", "'a', 't', 'k'")
 REFUSED = errors.InsufficientPrivilege
+DISCARD = (
+    "UPDATE idempotency.dead_letters SET status = 'discarded', closed_at = now() WHERE key = 'k' AND status = 'open'"
+)
+DELIVERY = "UPDATE idempotency.webhook_deliveries SET"
+ENDPOINT = "UPDATE idempotency.webhook_endpoints SET"
 TRIED = [
     (OWNER, "SELECT tenant FROM idempotency.records ORDER BY 1", BOTH),
     (OWNER, "DELETE FROM idempotency.audit", REFUSED),  # append-only for everybody
@@ -215,6 +231,35 @@ TRIED = [
     (APPLICATION, "UPDATE idempotency.records SET message = '', erased_at = now()", REFUSED),
     (RELAY, "UPDATE idempotency.records SET kept_until = now()", 2),
     (OPERATOR, "UPDATE idempotency.records SET updated_at = now()", 2),
+    (
+        APPLICATION,
+        "UPDATE idempotency.dead_letters SET status = 'open', closed_at = NULL WHERE key = 'closed'",
+        REFUSED,
+    ),
+    (APPLICATION, "UPDATE idempotency.dead_letters SET payload = 'another' WHERE key = 'closed'", REFUSED),
+    (
+        APPLICATION,
+        "UPDATE idempotency.dead_letters SET used_by = 's k' WHERE key = 'closed'",
+        1,
+    ),  # as a saga's end does
+    (APPLICATION, DISCARD, REFUSED),
+    (APPLICATION, DISCARD.replace("SET", "SET used_by = 's k',"), 1),  # as a saga's end does
+    (OPERATOR, f"{DISCARD} AND tenant = 'a'", 1),
+    (APPLICATION, "UPDATE idempotency.sagas SET status = 'RUNNING'", REFUSED),
+    (APPLICATION, "UPDATE idempotency.sagas SET error = 'x'", REFUSED),
+    (APPLICATION, "UPDATE idempotency.sagas SET status = 'RUNNING', generation = 9", REFUSED),
+    (APPLICATION, "UPDATE idempotency.sagas SET signals = signals + 1", 1),  # a late end of a call
+    (APPLICATION, f"{DELIVERY} status = 'waiting', ended_at = NULL WHERE id = 'delivereda'", REFUSED),
+    (APPLICATION, f"{DELIVERY} status = 'waiting', ended_at = NULL WHERE id = 'given_upa'", REFUSED),
+    (APPLICATION, f"{DELIVERY} redelivery = 1 WHERE id = 'delivereda'", REFUSED),
+    (APPLICATION, f"{DELIVERY} body = '[]' WHERE id = 'waitinga'", REFUSED),
+    (APPLICATION, f"{DELIVERY} status = 'delivered' WHERE id = 'given_upa'", 1),  # a replay of its operation does
+    (OPERATOR, f"{DELIVERY} status = 'waiting', ended_at = NULL, redelivery = 1 WHERE id = 'delivereda'", 1),
+    (APPLICATION, f"{ENDPOINT} url = 'https://y.example/' WHERE id = 'ep_enableda'", REFUSED),
+    (APPLICATION, f"{ENDPOINT} events = '{{x}}' WHERE id = 'ep_enableda'", REFUSED),
+    (APPLICATION, f"{ENDPOINT} status = 'enabled' WHERE id = 'ep_unverifieda'", REFUSED),
+    (APPLICATION, f"{ENDPOINT} status = 'enabled' WHERE id = 'ep_disableda'", REFUSED),
+    (APPLICATION, f"{ENDPOINT} status = 'disabled', disabled_because = 'gone' WHERE id = 'ep_enableda'", 1),
     (APPLICATION, "DELETE FROM idempotency.outbox", 1),  # its own; a retry's row is replaced by the next one
     (APPLICATION, "INSERT INTO idempotency.api_keys VALUES ('x', 'a', 'n', '{*}', sha256(''))", REFUSED),
     (APPLICATION, "ALTER TABLE idempotency.records DISABLE ROW LEVEL SECURITY", REFUSED),
@@ -229,6 +274,12 @@ def test_each_role_may_do_what_it_needs_and_nothing_else(
     as_role: As, role: str, statement: str, expected: object
 ) -> None:
     assert trying(as_role(role), statement, "a" if role == APPLICATION else None) == expected
+
+
+def test_a_saga_that_a_person_replays_begins_anew(as_role: As) -> None:
+    with as_role(OPERATOR).begin() as connection:
+        connection.execute(text("UPDATE idempotency.records SET generation = 2 WHERE tenant = 'a' AND key = 'k'"))
+    assert trying(as_role(APPLICATION), "UPDATE idempotency.sagas SET status = 'RUNNING', generation = 2", "a") == 1
 
 
 def test_the_application_can_ask_whose_key_it_is_without_reading_the_keys(walled: str, as_role: As) -> None:
@@ -258,8 +309,8 @@ def test_the_application_delivers_webhooks_of_its_tenant_alone(walled: str, as_r
         due = webhooks.begin_attempt(connection, "m", 0, most=1, longest=1.0)
         assert isinstance(due, webhooks.Begun)
         webhooks.end_attempt(connection, due.attempt, status=500, error=None, milliseconds=1, is_accepted=False)
-        webhooks.delivered(connection, "m", 0)
         webhooks.give_up(connection, "m", 0, webhooks.GONE)
+        webhooks.delivered(connection, "m", 0)
         found = webhooks.count_given_up(connection, "m", is_gone=True, most=1, failing_for=0.0)
         assert found is not None
         assert found.disabled_because == webhooks.GONE

@@ -140,22 +140,54 @@ ALTER TABLE idempotency.audit_chain ENABLE ALWAYS TRIGGER append_only;
 """
 
 # What has ended is changed by people's commands and by relays, each with its own role; the application has no need to. Where no
-# roles were made, one does everything.
+# roles were made, one does everything. Of a closed letter the application notes which saga has used it, and a delivery that was
+# given up is delivered by a replay of its operation.
 KEEP_ENDED = """
 CREATE FUNCTION idempotency.keep_ended() RETURNS trigger LANGUAGE plpgsql AS $$
 BEGIN
-    IF EXISTS (SELECT FROM pg_roles WHERE rolname = 'idempotency_application' AND pg_has_role(oid, 'USAGE'))
-        AND NOT EXISTS (
+    IF NOT EXISTS (SELECT FROM pg_roles WHERE rolname = 'idempotency_application' AND pg_has_role(oid, 'USAGE'))
+        OR EXISTS (
             SELECT FROM pg_roles WHERE pg_has_role(oid, 'USAGE')
               AND rolname IN ('idempotency_owner', 'idempotency_relay', 'idempotency_operator'))
     THEN
-        RAISE EXCEPTION 'idempotency.records: what is % is not changed by the application', OLD.status
-            USING ERRCODE = 'insufficient_privilege';
+        RETURN NULL;
     END IF;
-    RETURN NULL;
+    IF TG_TABLE_NAME = 'sagas' THEN  -- a replay, by a person, has opened its record under the next generation
+        IF NEW.generation > OLD.generation AND EXISTS (
+            SELECT FROM idempotency.records r
+            WHERE (r.tenant, r.task, r.key) = (NEW.tenant, NEW.task, NEW.key) AND r.generation >= NEW.generation)
+        THEN
+            RETURN NULL;
+        END IF;
+    END IF;
+    RAISE EXCEPTION 'idempotency.%: %', TG_TABLE_NAME, TG_ARGV[0] USING ERRCODE = 'insufficient_privilege';
 END $$;
 CREATE TRIGGER keep_ended AFTER UPDATE ON idempotency.records
-    FOR EACH ROW WHEN (OLD.status IN ('completed', 'failed')) EXECUTE FUNCTION idempotency.keep_ended();
+    FOR EACH ROW WHEN (OLD.status IN ('completed', 'failed'))
+    EXECUTE FUNCTION idempotency.keep_ended('the application changes nothing that has ended');
+CREATE TRIGGER keep_ended AFTER UPDATE ON idempotency.sagas
+    FOR EACH ROW WHEN (OLD.status IN ('COMPLETED', 'FAILED') AND NOT OLD.observed AND
+        (NEW.tenant, NEW.task, NEW.key, NEW.generation, NEW.observed, NEW.status, NEW.error)
+        IS DISTINCT FROM (OLD.tenant, OLD.task, OLD.key, OLD.generation, OLD.observed, OLD.status, OLD.error))
+    EXECUTE FUNCTION idempotency.keep_ended('the application changes nothing that has ended');
+CREATE TRIGGER keep_ended AFTER UPDATE ON idempotency.dead_letters
+    FOR EACH ROW WHEN (OLD.status = 'open' AND NEW.status = 'discarded' AND NEW.used_by IS NULL OR OLD.status <> 'open' AND
+        (NEW.tenant, NEW.task, NEW.key, NEW.generation, NEW.fingerprint, NEW.status, NEW.closed_at, NEW.reason, NEW.payload)
+        IS DISTINCT FROM (OLD.tenant, OLD.task, OLD.key, OLD.generation, OLD.fingerprint, OLD.status, OLD.closed_at, OLD.reason,
+            OLD.payload))
+    EXECUTE FUNCTION idempotency.keep_ended('the application changes no closed letter, and discards only what a saga has used');
+CREATE TRIGGER keep_ended AFTER UPDATE ON idempotency.webhook_deliveries
+    FOR EACH ROW WHEN (OLD.status <> NEW.status AND (OLD.status = 'delivered' OR NEW.status = 'waiting') OR
+        (NEW.id, NEW.tenant, NEW.service, NEW.endpoint_id, NEW.task, NEW.event_type, NEW.body, NEW.redelivery) IS DISTINCT FROM
+        (OLD.id, OLD.tenant, OLD.service, OLD.endpoint_id, OLD.task, OLD.event_type, OLD.body, OLD.redelivery))
+    EXECUTE FUNCTION idempotency.keep_ended('the application opens no delivery again, and changes nothing that is sent');
+CREATE TRIGGER keep_endpoint AFTER UPDATE ON idempotency.webhook_endpoints
+    FOR EACH ROW WHEN (
+        (NEW.id, NEW.tenant, NEW.service, NEW.url, NEW.events) IS DISTINCT FROM
+        (OLD.id, OLD.tenant, OLD.service, OLD.url, OLD.events)
+        OR (NEW.status, NEW.disabled_because) IS DISTINCT FROM (OLD.status, OLD.disabled_because)
+            AND NOT (OLD.status = 'enabled' AND NEW.status = 'disabled'))
+    EXECUTE FUNCTION idempotency.keep_ended('the application changes no endpoint but to disable it');
 """
 
 # Identities are made by the owner of the tables, also where one role was granted everything else.
