@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,13 +24,14 @@ from idempotency.checks.postgres import check_database
 from idempotency.checks.processes import check_processes
 from idempotency.checks.sagas import check_sagas
 from idempotency.checks.startup import require_safe_setup
-from idempotency.errors import ChangeRefused
+from idempotency.errors import CallFailed, ChangeRefused
 from idempotency.handle import Handle
 from idempotency.http import IdempotencyMiddleware
 from idempotency.letters.consumer import consume_once
 from idempotency.operate import saga as operate
 from idempotency.operate.change import Change
 from idempotency.operate.erase import erase
+from idempotency.operate.replay import replay
 from idempotency.operate.resolve import resolve_effect_of_saga
 from idempotency.relay.relay import Relay
 from idempotency.relay.resend import resend_lost
@@ -343,6 +345,34 @@ def test_an_operator_changes_the_saga_of_one_tenant(under: Under, engine: Engine
         stage.run()
         assert handles["a"].result() == "by hand"
         assert [handles[tenant].status() for tenant in "bcd"] == ["failed", "released", "failed"]
+
+
+def test_a_saga_uses_a_call_that_failed_and_is_replayed_by_a_person(
+    under: Under, engine: Engine, deliveries: Deliveries
+) -> None:
+    with under(APPLICATION) as app:
+        stage = Stage(app, engine, deliveries)
+
+        @saga("walled.failing", key="{id}", app=app)
+        def failing(saga: Any, id: str) -> None:
+            with contextlib.suppress(CallFailed):
+                saga.call(b.failing, id, "permanent")
+            raise PermanentError("it fails", "failed")
+
+        handle = enqueue(app, failing, "s", tenant="a")
+        stage.run()
+        assert handle.status() == "failed"
+    query = "SELECT id, status FROM idempotency.dead_letters ORDER BY task = 'walled.failing'"
+    with engine.connect() as connection:
+        letters = connection.execute(text(query)).all()
+    assert [letter.status for letter in letters] == ["discarded", "open"]
+    with under(OPERATOR) as app:
+        replay(app, letters[1].id, Change("ann", "ticket 42"))
+    with under(APPLICATION):
+        stage.run()
+        assert handle.status() == "failed"
+    with engine.connect() as connection:
+        assert connection.execute(text("SELECT status, generation FROM idempotency.sagas")).all() == [("FAILED", 2)]
 
 
 def test_an_operators_role_erases_a_saga_and_the_applications_does_not(
