@@ -28,11 +28,17 @@ from idempotency.providers import STRIPE
 
 from . import app, ledger
 from .gateway import GatewayError, Outcome, Result
-from .models import Payment, PaymentEvent, Refund
+from .models import Payment, Refund
 from .once import check_not_carried_out, insert_once
 from .outside import gateway
-from .reported import reported_refund, reported_refund_failure, settle_later
-from .reports import REFUND_FAILED, SUCCEEDED
+from .reported import (
+    failure_of_made,
+    is_made_by_another_call,
+    reported_refund,
+    reported_refund_failure,
+    settle_later,
+)
+from .reports import SUCCEEDED
 from .tenants import DEFAULT, named, owned
 from .validation import check_amount, check_id, check_minor_unit, check_text
 
@@ -44,6 +50,14 @@ MADE = ("refunded", "reversed")
 COUNTED = ("reserved", "unknown", "refunded")
 # Seconds. A pending payment usually ends within seconds; asking more often would only load the queues.
 PENDING_PAUSE = 2.0
+
+
+class RefundFailed(StoredRefusal):
+    """The provider has accepted the refund of a call under `effect_key`, and it has failed afterwards."""
+
+    def __init__(self, message: str, code: str | None = None, effect_key: str = "") -> None:
+        super().__init__(message, code)
+        self.effect_key = effect_key
 
 
 def submit_refund(
@@ -122,9 +136,15 @@ def refund_failed(session: Session, operation: Operation, error: PermanentError)
     If the order is cancelled, and money is left that no refund will return, support is told.
     """
     refund, payment = locked(session, operation.arguments["refund_id"], tenant=operation.tenant)
-    if refund is None or refund.status in MADE:
-        # Reported as made, and the provider itself says by now that it has failed. A person's word does not undo its report.
-        if refund is not None and refund.status == "refunded" and isinstance(error, StoredRefusal):
+    if refund is None:
+        return
+    if refund.status in MADE:
+        # Reported as made, and the provider itself says by now that it has failed. A person's word does not undo its report,
+        # nor does what became of another call.
+        has_come_back = isinstance(error, RefundFailed) and not is_made_by_another_call(
+            session, refund, error.effect_key
+        )
+        if refund.status == "refunded" and has_come_back:
             reverse(session, refund, REFUSED_AFTERWARDS)
         return
     if isinstance(error, EffectUnknown | Unfinished):
@@ -240,7 +260,6 @@ def refund_payment(
     if refund.provider_refund_id not in (None, refunded["id"]):  # under another key, which a person took for not made
         raise PermanentError(f"refund {refund_id}: made twice, also as {refund.provider_refund_id}", "refunded_twice")
     mark_refunded(self.session, refund, refunded["id"])
-    settle_later(self.session, self.session.get_one(Payment, (self.tenant, refund.payment_id)))
     return {"status": refund.status, "refund": refunded["id"]}
 
 
@@ -265,8 +284,9 @@ def find_refund(
         if (known := reported()) is None:
             raise
         return known
-    is_decided = isinstance(answer, Happened) or (isinstance(answer, DidNotHappen) and answer.refusal is not None)
-    return answer if is_decided else reported() or answer
+    if isinstance(answer, DidNotHappen) and answer.refusal is not None:
+        return DidNotHappen(RefundFailed(str(answer.refusal), answer.refusal.code, doubt.idempotency_key))
+    return answer if isinstance(answer, Happened) else reported() or answer
 
 
 def _reported(refund_id: str, amount: int, effect_key: str, *, tenant: str) -> Outcome | None:
@@ -274,7 +294,7 @@ def _reported(refund_id: str, amount: int, effect_key: str, *, tenant: str) -> O
     if made is not None:
         return Happened({"id": made.id, "amount": amount, "currency": made.currency, "status": SUCCEEDED})
     code = reported_refund_failure(refund_id, effect_key, tenant=tenant)
-    return None if code is None else DidNotHappen(StoredRefusal(f"the refund has failed: {code}", code))
+    return None if code is None else DidNotHappen(RefundFailed(f"the refund has failed: {code}", code, effect_key))
 
 
 def _reported_as_made(task: IdempotentTask, refund_id: str) -> dict[str, Any] | None:
@@ -289,7 +309,8 @@ def _reported_as_made(task: IdempotentTask, refund_id: str) -> dict[str, Any] | 
 def mark_refunded(session: Session, refund: Refund, provider_refund_id: str) -> None:
     """Note that a locked refund was made, by its task or by the provider's report, whichever comes first.
 
-    If the provider has reported meanwhile that it failed after all, that is noted, too.
+    If the provider has reported meanwhile that it failed after all, that is noted, too, and nobody is told that it was made.
+    What was reported and may have been this one, or another of the same amount, is looked at again.
     """
     if refund.status in MADE:
         return
@@ -297,11 +318,12 @@ def mark_refunded(session: Session, refund: Refund, provider_refund_id: str) -> 
     refund.provider_refund_id, refund.failure = provider_refund_id, None
     move(refund, payment, "refunded")
     ledger.post(session, "refund", refund.id, payment.id, refund.amount, payment.currency, tenant=refund.tenant)
+    session.flush()
+    if (failure := failure_of_made(session, refund)) is not None:
+        reverse(session, refund, failure)
+        return
     publish(session, "payment.refunded", _told(refund, payment), tenant=refund.tenant, app=app)
-    failures = select(PaymentEvent).filter_by(tenant=refund.tenant, object="refund", object_id=provider_refund_id)
-    failure = session.scalars(failures.where(PaymentEvent.state.in_(REFUND_FAILED)).limit(1)).first()
-    if failure is not None:
-        reverse(session, refund, failure.code or failure.state)
+    settle_later(session, payment)
 
 
 def reverse(session: Session, refund: Refund, code: str) -> None:

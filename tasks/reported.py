@@ -19,12 +19,11 @@ SETTLE_WAITING = "payments.settle_waiting"
 
 
 def settle_later(session: Session, payment: Payment) -> None:
-    """Look again, after this commit, at what was reported of a locked payment's charge and waits."""
+    """Look again, after this commit, at what was reported of a locked payment's charge and waits, by whichever provider."""
     waiting = select(PaymentEvent.gateway).filter_by(
         tenant=payment.tenant, charge_id=payment.charge_id, is_applied=False
     )
-    gateway = session.scalars(waiting.limit(1)).first()
-    if gateway is not None:
+    for gateway in session.scalars(waiting.distinct()).all():
         about = {"gateway": gateway, "charge_id": payment.charge_id}
         app.tasks[SETTLE_WAITING].enqueue(session, **about, tenant=payment.tenant, idempotency_key=str(uuid4()))
 
@@ -37,6 +36,9 @@ def reported_charge(payment_id: str, effect_key: str, *, tenant: str) -> str | N
     reported = reported.where(
         Payment.tenant == tenant,
         Payment.id == payment_id,
+        # another provider may have a charge of this id
+        func.coalesce(PaymentEvent.payment_id, Payment.id) == Payment.id,
+        PaymentEvent.amount == Payment.amount,
         *_applied("charge"),
         PaymentEvent.state == SUCCEEDED,
         # a provider that is not told the key does not say which call it was
@@ -69,12 +71,7 @@ def reported_refusal(payment_id: str, effect_key: str, *, tenant: str) -> str | 
 
 def reported_refund(refund_id: str, effect_key: str, *, tenant: str) -> Any:
     """The refund (`id`, `currency`) that a provider has reported as made by a call under this key, and that we have noted; or None."""
-    reported = select(Refund.provider_refund_id.label("id"), PaymentEvent.currency).join(
-        PaymentEvent, (PaymentEvent.tenant == Refund.tenant) & (PaymentEvent.object_id == Refund.provider_refund_id)
-    )
-    reported = reported.where(
-        Refund.tenant == tenant,
-        Refund.id == refund_id,
+    reported = _of_made_refund(tenant, refund_id, Refund.provider_refund_id.label("id"), PaymentEvent.currency).where(
         *_applied("refund"),
         PaymentEvent.state == SUCCEEDED,
         func.coalesce(PaymentEvent.effect_key, effect_key) == effect_key,
@@ -82,9 +79,41 @@ def reported_refund(refund_id: str, effect_key: str, *, tenant: str) -> Any:
     return _first(reported, tenant)
 
 
+def is_made_by_another_call(session: Session, refund: Refund, effect_key: str) -> bool:
+    """Whether a provider has reported that a refund of ours was made by a call under another key than this one."""
+    made = _of_made_refund(refund.tenant, refund.id, PaymentEvent.event_id)
+    made = made.where(PaymentEvent.state == SUCCEEDED, PaymentEvent.effect_key != effect_key)
+    return session.execute(made.limit(1)).first() is not None
+
+
+def failure_of_made(session: Session, refund: Refund) -> str | None:
+    """Why a refund has failed that was made, as its provider has reported, whether or not that could be applied."""
+    failed = _of_made_refund(refund.tenant, refund.id, _code_of_refund())
+    return session.scalars(failed.where(PaymentEvent.state.in_(REFUND_FAILED)).limit(1)).first()
+
+
+def _of_made_refund(tenant: str, refund_id: str, *columns: Any) -> Any:
+    """Of the reports about a refund that was made. What another provider has under its id is of other names or another charge."""
+    is_named = PaymentEvent.refund_id == Refund.id
+    is_alike = (PaymentEvent.charge_id == Payment.charge_id) & (PaymentEvent.amount == Refund.amount)
+    return (
+        select(*columns)
+        .select_from(Refund)
+        .join(Payment, (Payment.tenant == Refund.tenant) & (Payment.id == Refund.payment_id))
+        .join(PaymentEvent, PaymentEvent.tenant == Refund.tenant)
+        .where(
+            Refund.tenant == tenant,
+            Refund.id == refund_id,
+            PaymentEvent.object == "refund",
+            PaymentEvent.object_id == Refund.provider_refund_id,
+            is_named | (PaymentEvent.refund_id.is_(None) & is_alike),
+        )
+    )
+
+
 def reported_refund_failure(refund_id: str, effect_key: str, *, tenant: str) -> str | None:
     """Why the refund of a call under this key has failed, as a provider has reported: only of a report that names the key."""
-    reported = select(func.coalesce(func.nullif(PaymentEvent.code, ""), PaymentEvent.state)).where(
+    reported = select(_code_of_refund()).where(
         PaymentEvent.tenant == tenant,
         PaymentEvent.refund_id == refund_id,
         *_applied("refund"),
@@ -93,6 +122,10 @@ def reported_refund_failure(refund_id: str, effect_key: str, *, tenant: str) -> 
     )
     row = _first(reported, tenant)
     return None if row is None else row[0]
+
+
+def _code_of_refund() -> Any:
+    return func.coalesce(func.nullif(PaymentEvent.code, ""), PaymentEvent.state)
 
 
 def _applied(kind: Kind) -> tuple[Any, ...]:

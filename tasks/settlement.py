@@ -110,10 +110,10 @@ def _apply(session: Session, report: Report) -> bool:
     if payment is None:
         return False
     apply = {"charge": _charge, "refund": _refund, "dispute": _dispute}[report.object]
-    if is_applied := apply(session, payment, report):
-        event = session.get_one(PaymentEvent, (report.tenant, report.gateway, report.event_id))
-        event.is_applied = True
-    return is_applied
+    event = session.get_one(PaymentEvent, (report.tenant, report.gateway, report.event_id))
+    event.is_applied = True  # for `settle_later`, it is not one of those that wait
+    event.is_applied = apply(session, payment, report)
+    return event.is_applied
 
 
 def _payment_of(session: Session, report: Report) -> Payment | None:
