@@ -267,7 +267,7 @@ class ReturnCase(Base):
 
 
 class Refund(Base):
-    """One refund request. `payment_id` is as requested: there may be no such payment."""
+    """One refund request, or one that was made at the provider's site. `payment_id` is as requested: there may be no such payment."""
 
     __tablename__ = "refunds"
     __table_args__ = (
@@ -287,6 +287,8 @@ class Refund(Base):
     payment_id: Mapped[str]
     amount: Mapped[int]
     reason: Mapped[str]
+    # made at the provider's site: no task of ours carries it out
+    is_at_site: Mapped[bool] = mapped_column(server_default=false())
     status: Mapped[str] = mapped_column(default="pending")
     provider_refund_id: Mapped[str | None]
     failure: Mapped[str | None]

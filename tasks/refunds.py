@@ -153,9 +153,14 @@ def refund_failed(session: Session, operation: Operation, error: PermanentError)
         refund.failure = error.code
     else:
         refuse(session, refund, payment, error.code)
-    if payment is not None and payment.order_status == "cancelled" and is_owed(session, payment):
-        told = {"refund_id": refund.id, "payment_id": payment.id, "code": error.code, **payment.of_order}
-        publish(session, "payment.refund_failed", told, tenant=operation.tenant, app=app)
+    if payment is not None:
+        tell_if_owed(session, refund, payment, error.code)
+
+
+def tell_if_owed(session: Session, refund: Refund, payment: Payment, code: str) -> None:
+    """After a refund has failed: tell support, if the order is cancelled and money is left that no refund will return."""
+    if payment.order_status == "cancelled" and is_owed(session, payment):
+        _tell_support(session, refund, payment, code)
 
 
 def is_owed(session: Session, payment: Payment) -> bool:
@@ -332,9 +337,13 @@ def reverse(session: Session, refund: Refund, code: str) -> None:
     refund.failure = code
     move(refund, payment, "reversed")
     ledger.post(session, "reversal", refund.id, payment.id, refund.amount, payment.currency, tenant=refund.tenant)
+    _tell_support(session, refund, payment, code)
+    settle_later(session, payment)
+
+
+def _tell_support(session: Session, refund: Refund, payment: Payment, code: str) -> None:
     told = {"refund_id": refund.id, "payment_id": payment.id, "code": code, **payment.of_order}
     publish(session, "payment.refund_failed", told, tenant=refund.tenant, app=app)
-    settle_later(session, payment)
 
 
 def _told(refund: Refund, payment: Payment) -> dict[str, Any]:

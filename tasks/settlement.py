@@ -5,6 +5,7 @@ waits for it; whose finish finds what is noted, and adds only what is missing.
 
     charge succeeded    payment captured, posted; its order PAID
     charge failed       payment failed; its order CANCELLED; nothing if it is captured, by whichever charge
+    refund pending      if it was made at the provider's site: its amount is reserved
     refund succeeded    refund posted, once the payment is captured
     refund failed       if it was posted: a reversal, for what it says after that is older
     dispute             kept as reported last; what is won or lost stays so
@@ -29,7 +30,7 @@ from . import app, orders
 from .models import Dispute, Order, Payment, PaymentEvent, Refund
 from .once import insert_unless_there
 from .payments import CAPTURE, capture_payment, mark_captured, mark_failed
-from .refunds import MADE, fits, mark_refunded, refund_payment, refuse, reverse
+from .refunds import MADE, fits, mark_refunded, move, refund_payment, refuse, reverse, tell_if_owed
 from .reported import SETTLE_WAITING
 from .reports import DISPUTE_ENDED, FAILED, REFUND_FAILED, SUCCEEDED, Report
 
@@ -40,7 +41,7 @@ WAIT_SECONDS = 2
 
 # The reason of a refund that no request of ours has asked for.
 AT_THE_SITE = "made at the provider"
-# Of our own refunds, those that may be what is reported.
+# Of refunds that may have been made, and of which it is not known yet.
 UNDECIDED = ("pending", "reserved", "unknown")
 
 Settled = Literal["applied", "duplicate", "waiting"]
@@ -183,14 +184,17 @@ def _refund(session: Session, payment: Payment, report: Report) -> bool:
     if report.state in REFUND_FAILED:
         if refund.status == "refunded":
             reverse(session, refund, report.code or report.state)
-        elif (
-            report.refund_id is None and refund.status == "pending"
-        ):  # one of the provider's site, which no task carries out
-            refuse(session, refund, payment, report.code or report.state)
-    elif report.state == SUCCEEDED:
+        elif refund.is_at_site and refund.status in UNDECIDED:  # no task carries it out
+            code = report.code or report.state
+            refuse(session, refund, payment, code)
+            tell_if_owed(session, refund, payment, code)
+    elif report.state == SUCCEEDED or refund.is_at_site:
         if payment.status != "captured" or not (refund.status in MADE or fits(refund, payment)):
             return False
-        mark_refunded(session, refund, report.object_id)
+        if report.state == SUCCEEDED:
+            mark_refunded(session, refund, report.object_id)
+        elif refund.status == "pending":
+            move(refund, payment, "reserved")
     _wake(session, refund_payment.name, payment.tenant, refund.id)
     return True
 
@@ -209,16 +213,22 @@ def _refund_of(session: Session, payment: Payment, report: Report) -> Refund | N
         return refund
     if payment.status != "captured" or payment.charge_id != report.charge_id or report.amount == 0:
         return None
-    of_payment = select(Refund).filter_by(tenant=payment.tenant, payment_id=payment.id)
-    known = session.scalars(of_payment.filter_by(provider_refund_id=report.object_id).with_for_update()).first()
-    if known is not None:
-        return known
-    undecided = of_payment.filter_by(amount=report.amount, provider_refund_id=None)
-    if session.scalars(undecided.where(Refund.status.in_(UNDECIDED), Refund.reason != AT_THE_SITE)).first() is not None:
-        return None  # perhaps one of ours, whose name the provider does not tell: its task finds it, and says so
     id = {"tenant": payment.tenant, "id": f"{report.gateway}-{report.object_id}"}
-    about = {"payment_id": payment.id, "amount": report.amount, "reason": AT_THE_SITE, "status": "pending"}
-    insert_unless_there(session, Refund, {**id, **about})
+    of_payment = select(Refund).filter_by(tenant=payment.tenant, payment_id=payment.id)
+    is_written_down = Refund.is_at_site & (Refund.id == id["id"])
+    known = of_payment.where((Refund.provider_refund_id == report.object_id) | is_written_down)
+    if (refund := session.scalars(known.with_for_update()).first()) is not None:
+        return refund
+    # Perhaps one of ours, whose name the provider does not tell: its task finds it, and says so. What has not succeeded
+    # may also be the attempt of one of ours that was refused.
+    ours = of_payment.filter_by(amount=report.amount, provider_refund_id=None, is_at_site=False)
+    if report.state == SUCCEEDED:
+        ours = ours.where(Refund.status.in_(UNDECIDED))
+    if session.scalars(ours).first() is not None:
+        return None
+    about = {"payment_id": payment.id, "amount": report.amount, "reason": AT_THE_SITE, "is_at_site": True}
+    if not insert_unless_there(session, Refund, {**id, **about, "status": "pending"}):
+        return None  # a request of ours has chosen this id
     return session.get_one(Refund, (id["tenant"], id["id"]), with_for_update=True)
 
 

@@ -81,6 +81,21 @@ def test_what_another_provider_has_reported_under_the_same_id_makes_nothing_of_o
     assert reported_charge(one, "idem-1", tenant="default") == charge
 
 
+def test_a_refund_for_whatever_reason_is_not_one_of_the_site(shop: Shop) -> None:
+    """`reason` is a caller's free text."""
+    order, charge = captured(shop)
+    refund_id, about = f"rf-{order}", {"amount": 400, "reason": "made at the provider"}
+    with shop.transaction() as session:
+        shop.refunds.submit_refund(session, refund_id=refund_id, payment_id=order, **about)
+    shop.provider.silent.add(refund_id)
+    there = f"id_{len(shop.provider._done)}"
+    shop.deliver(shop.waiting()[0])  # made, and its answer was lost
+    assert settle(shop, of_refund(order, None, charge, "succeeded", there)) == ["waiting"]
+    shop.run()
+    assert (shop.provider.net(order), books(shop, order)) == (600, (400, 600))
+    assert is_applied(shop, there) == [True]
+
+
 @pytest.mark.parametrize(("names_its_call", "is_asked"), [(True, False), (False, False), (True, True)])
 def test_the_refusal_of_a_second_call_does_not_reverse_what_the_first_has_made(
     shop: Shop, names_its_call: bool, is_asked: bool
@@ -138,6 +153,52 @@ def test_what_two_providers_have_reported_of_one_charge_is_looked_at_again(shop:
     assert operation(shop, refund_id).status == "failed"
     assert [is_applied(shop, f"re_{gateway}{order}") for gateway in ("stripe", "payment")] == [[True], [True]]
     assert books(shop, order) == (1000, 0)
+
+
+def test_our_refund_that_was_refused_has_no_second_row(shop: Shop) -> None:
+    """Reported as pending without names, it waits for ever; a report of the site's of this amount is still written down."""
+    order, charge = captured(shop)
+    refund_id = refund(shop, order)
+
+    def accepted(**_: Any) -> Any:
+        assert settle(shop, of_refund(order, None, charge, "pending", "re_p" + order)) == ["waiting"]
+        raise LOST
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shop.provider, "refund", accepted, raising=False)
+        shop.run()
+    rows = "SELECT array_agg(id || ' ' || status ORDER BY status DESC) FROM refunds WHERE payment_id = :id"
+    assert shop.one(rows, id=order)[0] == [f"{refund_id} refused"]
+    assert settle(shop, of_refund(order, None, charge, "succeeded", "re_s" + order)) == ["applied"]
+    assert shop.one(rows, id=order)[0] == [f"{refund_id} refused", f"stripe-re_s{order} refunded"]
+
+
+@pytest.mark.parametrize("state", ["succeeded", "failed"])
+def test_a_refund_at_the_site_is_reserved_while_it_is_pending(shop: Shop, state: str) -> None:
+    """Nothing else may give back its amount; and one of ours of this amount, requested later, is no reason to wait."""
+    order, charge = captured(shop)
+    assert settle(shop, of_refund(order, None, charge, "pending", "re_p" + order, 600)) == ["applied"]
+    assert books(shop, order) == (600, 1000)
+    refund_id = refund(shop, order, 600)
+    shop.run()
+    assert row_of(shop, refund_id) == ("refused", "exceeds_captured")
+    assert settle(shop, of_refund(order, None, charge, state, "re_p" + order, 600)) == ["applied"]
+    assert books(shop, order) == ((600, 400) if state == "succeeded" else (0, 1000))
+
+
+def test_support_is_told_of_a_cancelled_order_whose_refund_at_the_site_has_failed(shop: Shop) -> None:
+    """What the site was giving back was left out of the refund of the cancelled order."""
+    order = shop.order()
+    shop.run("order.paid > warehouse")
+    charge = shop.one("SELECT charge_id FROM payments WHERE id = :id", id=order)[0]
+    settle(shop, of_refund(order, None, charge, "pending", "re_p" + order))
+    shop.cancel(order)
+    shop.run()
+    assert books(shop, order) == (1000, 400)
+    assert settle(shop, of_refund(order, None, charge, "failed", "re_p" + order)) == ["applied"]
+    shop.run()
+    assert (books(shop, order), len(shop.events("payment.refund_failed", order))) == ((600, 400), 1)
+    assert shop.one("SELECT code FROM support_cases WHERE payment_id = :id", id=order)[0] == "refund_failed"
 
 
 @pytest.mark.parametrize("is_settled_first", [True, False])

@@ -53,7 +53,8 @@ CREATE INDEX payments_of_charge ON payments (tenant, charge_id) WHERE charge_id 
 """
 
 # A reversed refund was made, and keeps its id.
-REVERSED = """
+REFUNDS = """
+ALTER TABLE refunds ADD COLUMN is_at_site boolean NOT NULL DEFAULT false;
 ALTER TABLE refunds DROP CONSTRAINT status_known, DROP CONSTRAINT refunded_has_an_id;
 ALTER TABLE refunds
     ADD CONSTRAINT status_known CHECK (
@@ -67,7 +68,8 @@ WITHOUT = """
 ALTER TABLE refunds DROP CONSTRAINT status_known, DROP CONSTRAINT refunded_has_an_id;
 ALTER TABLE refunds
     ADD CONSTRAINT status_known CHECK (status IN ('pending', 'reserved', 'refunded', 'refused', 'unknown')),
-    ADD CONSTRAINT refunded_has_an_id CHECK ((status = 'refunded') = (provider_refund_id IS NOT NULL));
+    ADD CONSTRAINT refunded_has_an_id CHECK ((status = 'refunded') = (provider_refund_id IS NOT NULL)),
+    DROP COLUMN is_at_site;
 DROP INDEX payments_of_charge;
 DROP TABLE disputes;
 DROP TABLE payment_events;
@@ -76,7 +78,7 @@ DROP TABLE payment_events;
 
 def upgrade() -> None:
     op.execute(EVENTS)
-    op.execute(REVERSED)
+    op.execute(REFUNDS)
 
 
 def downgrade() -> None:
