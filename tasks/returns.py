@@ -6,6 +6,7 @@ return whose parcel is on its way can only end, or be left to a person (ESCALATE
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 from sqlalchemy import select
@@ -19,7 +20,7 @@ from idempotency.sagas import SagaTask, saga
 from . import app
 from .models import Order, Payment, Return
 from .once import check_not_carried_out, insert_once, wait_at_most
-from .refunds import PENDING_PAUSE, has_refund, refund_payment, request_rest, withdraw
+from .refunds import PENDING_PAUSE, has_refund, is_owed, refund_payment, request_rest, withdraw
 from .shipping import RESHIP, RETURN, create_label, is_collected, is_void, note_void, void_label
 from .tenants import DEFAULT, named, owned
 from .validation import NotReturnable, check_flag, check_id, check_text, check_verdict
@@ -109,7 +110,8 @@ def _done(session: Session, row: Return, code: str) -> list[str]:
     done = []
     if row.refund_id is not None:
         became = withdraw(session, row.refund_id, code, tenant=row.tenant)
-        done += {"refunded": [ALREADY_REFUNDED], "unknown": [REFUND_FAILED]}.get(became, [])
+        undone = [REFUND_FAILED]  # or its money has come back
+        done += {"refunded": [ALREADY_REFUNDED], "unknown": undone, "reversed": undone}.get(became, [])
     if is_taken_back(session, row.order_id, tenant=row.tenant):
         done.append(ALREADY_BOOKED)
     return done
@@ -161,15 +163,11 @@ def process_return(saga: SagaTask, return_id: str) -> Any:
     book = restock if verdict == "APPROVED" else quarantine
     problems = _failing(GOODS_NOT_BOOKED, saga, book, return_id, wanted["order_id"])
     refund_id = f"return-{saga.uuid().hex}"
-    rest = saga.step("request refund", request_refund, return_id, refund_id, **mine)
-    failing = []
-    if rest["amount"] > 0:
-        failing = _failing_to_refund(saga, refund_id)
-    if rest["is_in_doubt"] and not failing:
-        failing = [REFUND_FAILED]
-    if problems := [*problems, *failing]:
-        return saga.step("escalate", escalate, return_id, problems, **mine)
-    return saga.step("refunded", refunded, return_id, rest["amount"], **mine)
+    amount = saga.step("request refund", request_refund, return_id, refund_id, **mine)
+    if amount > 0:
+        with suppress(CallFailed):  # the payment shows whether the buyer has the money
+            saga.call(refund_payment, refund_id, is_reserved=True, **owned(saga.tenant))
+    return saga.step("conclude", conclude, return_id, amount, problems, **mine)
 
 
 def _failing(problem: str, saga: SagaTask, task: Any, *args: Any, **kwargs: Any) -> list[str]:
@@ -179,15 +177,6 @@ def _failing(problem: str, saga: SagaTask, task: Any, *args: Any, **kwargs: Any)
     except CallFailed:
         return [problem]
     return []
-
-
-def _failing_to_refund(saga: SagaTask, refund_id: str) -> list[str]:
-    """Refund, and see whether the money has stayed with the buyer: it may have come back by the time that the call has ended."""
-    try:
-        became = saga.call(refund_payment, refund_id, is_reserved=True, **owned(saga.tenant))
-    except CallFailed:
-        return [REFUND_FAILED]
-    return [] if became["status"] == "refunded" else [REFUND_FAILED]
 
 
 # ---------------------------------------------------------------- its steps
@@ -233,23 +222,30 @@ def inspected(session: Session, return_id: str, said: Any, *, tenant: str = DEFA
     return verdict
 
 
-def request_refund(session: Session, return_id: str, refund_id: str, *, tenant: str = DEFAULT) -> dict[str, Any]:
-    """Request all that is left of the payment: what was refunded by hand is not refunded again.
+def request_refund(session: Session, return_id: str, refund_id: str, *, tenant: str = DEFAULT) -> int:
+    """Request all that is left of the payment: what was refunded by hand is not refunded again. Returns the amount.
 
-    A refund that is under way may still come to nothing, so it is waited for. In doubt: it is unknown whether one was made.
+    A refund that is under way, here or at the provider's site, may still come to nothing, so it is waited for.
     """
     row = _locked(session, return_id, tenant)
-    of_order = select(Payment).filter_by(tenant=tenant, order_id=row.order_id)
-    payment = session.scalars(of_order.with_for_update()).one()
+    payment = _payment_of(session, row)
     if has_refund(session, payment, "reserved"):
         raise Defer(PENDING_PAUSE, f"payment {payment.id}: another refund is under way")
     amount = request_rest(session, payment, refund_id=refund_id, reason="returned")
     row.refund_id = refund_id if amount > 0 else None
-    return {"amount": amount, "is_in_doubt": has_refund(session, payment, "unknown")}
+    return amount
 
 
-def refunded(session: Session, return_id: str, amount: int, *, tenant: str = DEFAULT) -> dict[str, Any]:
+def conclude(
+    session: Session, return_id: str, amount: int, problems: list[str], *, tenant: str = DEFAULT
+) -> dict[str, Any]:
+    """The buyer has all of the money, and the goods are booked; or it is left to a person. A refund may have come back by now."""
     row = _locked(session, return_id, tenant)
+    if is_owed(session, _payment_of(session, row)):
+        problems = [*problems, REFUND_FAILED]
+    if problems:
+        _escalate(session, row, problems)
+        return _result(row)
     row.status = REFUNDED
     told = {**_told(row), "verdict": row.verdict, "amount": amount}
     publish(session, "return.refunded", told, tenant=tenant, app=app)
@@ -326,6 +322,12 @@ def _locked(session: Session, return_id: str, tenant: str) -> Return:
     if row is None:
         raise PermanentError(f"return {return_id}: unknown", "return_unknown")
     return row
+
+
+def _payment_of(session: Session, row: Return) -> Payment:
+    """The payment of a locked return's order, locked."""
+    of_order = select(Payment).filter_by(tenant=row.tenant, order_id=row.order_id)
+    return session.scalars(of_order.with_for_update()).one()
 
 
 def _told(row: Return) -> dict[str, Any]:

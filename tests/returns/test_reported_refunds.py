@@ -101,3 +101,50 @@ def test_a_wrong_word_does_not_undo_what_the_provider_has_reported(shop: Returns
     resolve(shop, refund_id, DidNotHappen(), end=True)
     assert shop.one("SELECT status FROM refunds WHERE id = :id", id=refund_id)[0] == "refunded"
     assert (shop.provider.net(order), posted_net(shop, order)) == (600, 600)
+
+
+def refunded_return(shop: Returns) -> tuple[str, str, Any]:
+    """A return whose refund was made, and whose saga has not gone on from that: order, return, and a report of its failure."""
+    order = shop.bought()
+    return_id = shop.in_transit(order)
+    shop.inspect(return_id, "APPROVED")
+    made = "SELECT coalesce(min(provider_refund_id), '') FROM refunds WHERE status = 'refunded' AND payment_id = :id"
+    while not (there := shop.one(made, id=order)[0]):
+        shop.deliver(shop.waiting()[0])
+    assert shop.row(return_id).status == "INSPECTED"
+    about = of_refund(order, shop.row(return_id).refund_id, charge_of(shop, order), "failed", there, 1000)
+    return order, return_id, about
+
+
+@pytest.mark.parametrize("is_cancelled", [True, False])
+def test_a_return_whose_refund_comes_back_after_its_call_is_left_to_a_person(shop: Returns, is_cancelled: bool) -> None:
+    """And before the saga goes on from it, or ends because a person has cancelled it."""
+    order, return_id, failed = refunded_return(shop)
+    if is_cancelled:
+        shop.cancel_return(return_id)
+    assert settle(shop, failed) == ["applied"]
+    shop.run()
+    assert (shop.one("SELECT refunded FROM payments WHERE id = :id", id=order)[0], posted_net(shop, order)) == (0, 1000)
+    problem = "cancelled, refund_failed, already_booked" if is_cancelled else "refund_failed"
+    assert (shop.row(return_id).status, shop.row(return_id).problem) == ("ESCALATED", problem)
+    assert "return.refunded" not in shop.told_of(return_id)
+    assert shop.cases(return_id) == set(problem.split(", "))
+
+
+@pytest.mark.parametrize("state", ["succeeded", "failed"])
+def test_a_refund_at_the_site_that_is_under_way_is_waited_for(shop: Returns, state: str) -> None:
+    order = shop.bought()
+    charge = charge_of(shop, order)
+    return_id = shop.in_transit(order)
+    assert settle(shop, of_refund(order, None, charge, "pending", "re_h" + order, 400)) == ["applied"]
+    shop.inspect(return_id, "APPROVED")
+    for _ in range(8):
+        shop.deliver(shop.waiting()[0])
+    assert (shop.row(return_id).status, shop.row(return_id).refund_id) == ("INSPECTED", None)
+    assert settle(shop, of_refund(order, None, charge, state, "re_h" + order, 400)) == ["applied"]
+    shop.run()
+    row = shop.row(return_id)
+    assert (row.status, row.problem) == ("REFUNDED", None)
+    left = 600 if state == "succeeded" else 1000
+    assert shop.one("SELECT amount FROM refunds WHERE id = :id", id=row.refund_id)[0] == left
+    assert (shop.provider.net(order), posted_net(shop, order)) == (1000 - left, 0)
