@@ -51,14 +51,18 @@ _OURS = {
         JOIN ledger l ON (l.tenant, l.kind, l.reference) = (p.tenant, 'refund', p.id)
         WHERE p.status = 'refunded' AND NOT {elsewhere} AND {condition}""",
 }
-# What another provider than Stripe has reported is not in Stripe's list.
+# What another provider than Stripe has reported is not in Stripe's list. Its ids may be Stripe's, of another payment.
 _ELSEWHERE = """EXISTS (SELECT FROM payment_events e
-    WHERE (e.tenant, e.gateway, e.object, e.object_id) = (p.tenant, '{gateway}', '{kind}', p.{id}) AND e.is_applied)"""
-_IDS = {"charge": "charge_id", "refund": "provider_refund_id"}
+    WHERE (e.tenant, e.gateway, e.object, e.object_id) = (p.tenant, '{gateway}', '{kind}', p.{id}) AND e.is_applied
+        AND coalesce(e.payment_id, p.{payment}) = p.{payment})"""
+_COLUMNS = {
+    "charge": {"id": "charge_id", "payment": "id"},
+    "refund": {"id": "provider_refund_id", "payment": "payment_id"},
+}
 
 
 def _query(kind: Kind, condition: str) -> TextClause:
-    elsewhere = _ELSEWHERE.format(gateway=STANDARD, kind=kind, id=_IDS[kind])
+    elsewhere = _ELSEWHERE.format(gateway=STANDARD, kind=kind, **_COLUMNS[kind])
     return text(_OURS[kind].format(elsewhere=elsewhere, condition=condition))
 
 

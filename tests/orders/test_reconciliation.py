@@ -14,7 +14,7 @@ from sqlalchemy import text
 from idempotency.store.rights import RELAY
 from sandbox import process
 from tests.orders.shop import Shop
-from tests.orders.test_reports import refund
+from tests.orders.test_reports import refund, report, settle
 
 NOW = datetime.now(UTC)
 SINCE, UNTIL = NOW - timedelta(days=1), NOW + timedelta(days=1)
@@ -74,6 +74,8 @@ def test_each_difference_is_named_with_both_sides_in_one_dead_letter(shop: Shop,
     with shop.books.begin() as connection:
         connection.execute(text("UPDATE ledger SET amount = 999 WHERE payment_id = :id"), {"id": order})
         connection.execute(text("UPDATE payments SET charge_id = 'pi_gone' WHERE id = :id"), {"id": other})
+    # another provider has a charge of that id, of another payment
+    assert settle(shop, report("pi_gone", "succeeded", order, charge_id=charge, gateway="payment")) == ["applied"]
     differ = found(shop)
     assert {id: differ[id] for id in (unknown, charge, part["id"], its_charge, "pi_gone")} == {
         unknown: ("700 EUR", None),
