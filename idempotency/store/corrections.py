@@ -16,14 +16,19 @@ WHERE tenant = %(tenant)s AND task = %(task)s AND key = %(key)s AND generation =
 """
 
 
-# A saga that has gone on from the end may have closed it, and what it says now needs a person.
+# A saga that has gone on from the end may have closed it, or two people, for what it said then; what it says now needs a person.
 _REOPEN_LETTER = """
-UPDATE idempotency.dead_letters SET status = 'open', closed_at = NULL, reason = %(reason)s, last_error = %(error)s
-WHERE id = (
-    SELECT max(id) FROM idempotency.dead_letters
-    WHERE tenant = %(tenant)s AND task = %(task)s AND key = %(key)s AND generation = %(generation)s
-      AND source <> 'relay' AND reason NOT IN ('fingerprint_mismatch', 'service_mismatch')
-    HAVING NOT bool_or(status = 'open'))
+WITH opened AS (
+    UPDATE idempotency.dead_letters SET status = 'open', closed_at = NULL, reason = %(reason)s, last_error = %(error)s,
+        alerted_at = NULL, alert_logged_at = NULL
+    WHERE id = (
+        SELECT max(id) FROM idempotency.dead_letters
+        WHERE tenant = %(tenant)s AND task = %(task)s AND key = %(key)s AND generation = %(generation)s
+          AND source <> 'relay' AND reason NOT IN ('fingerprint_mismatch', 'service_mismatch')
+        HAVING NOT bool_or(status = 'open'))
+    RETURNING id
+)
+DELETE FROM idempotency.discards WHERE letter = (SELECT id FROM opened)
 """
 
 

@@ -11,11 +11,13 @@ from sqlalchemy import text
 
 from idempotency import DidNotHappen, EffectUnknown, Happened, IdempotentTask, PermanentError
 from idempotency.errors import CallFailed, ReplayRefused
+from idempotency.operate import discard
 from idempotency.operate import saga as operate
+from idempotency.operate.people import Person
 from idempotency.operate.replay import replay
 from idempotency.sagas import call, saga
 from idempotency.store import letters, saga_changes, sagas
-from idempotency.upkeep import maintenance
+from idempotency.upkeep import alerts, maintenance
 from tests.sagas.application import enter, entering
 from tests.sagas.conftest import Stage
 from tests.sagas.test_calls_in_doubt import charging_of
@@ -23,7 +25,7 @@ from tests.sagas.test_letters import is_unpublishable
 from tests.sagas.test_people import id_of, letter_of
 from tests.sagas.test_replayed_calls import found, open_letters, shipping
 from tests.sagas.test_used_letters import aged, purged
-from tests.support.operators import ANN
+from tests.support.operators import ANN, act
 
 
 def test_a_call_whose_replay_could_not_be_published_begins_nothing_once_its_first_letter_is_purged(
@@ -262,3 +264,24 @@ def test_a_corrected_answer_has_a_letter_though_the_closed_one_is_purged(stage: 
     assert open_letters(stage, "charging") == ["unfinished"]
     replay(stage.app, letter_of(stage, charging), ANN)
     stage.run()
+
+
+def test_a_discarded_letter_that_a_corrected_answer_opens_again_is_told_and_can_be_discarded_again(
+    stage: Stage,
+) -> None:
+    charging = charging_of(stage)
+    stage.enqueue(charging, idempotency_key="k")
+    stage.run()
+    found(stage, charging, DidNotHappen(), end=True)
+    letter = letter_of(stage, charging)
+    for outcome, reason in ((Happened("ch_1"), "not charged"), (None, "posted by hand")):
+        assert (alerts.run_once(stage.app), alerts.run_once(stage.app)) == (1, 0)
+        act(stage.app, discard.request, Person("ann", "operator"), letter, reason)
+        act(stage.app, discard.approve, Person("ben", "admin"), letter)
+        assert open_letters(stage, "charging") == []
+        if outcome is not None:
+            found(stage, charging, outcome, end=True)
+            assert open_letters(stage, "charging") == ["unfinished"]
+    with stage.engine.connect() as connection:
+        query = text("SELECT reason FROM idempotency.audit WHERE action = 'discard_approved' ORDER BY id")
+        assert list(connection.execute(query).scalars()) == ["not charged", "posted by hand"]
