@@ -9,14 +9,16 @@ from typing import Any
 import pytest
 from sqlalchemy import text
 
-from idempotency import Happened
+from idempotency import Happened, IdempotentTask, PermanentError
 from idempotency.errors import CallFailed, ReplayRefused
+from idempotency.operate import saga as operate
 from idempotency.operate.replay import replay
 from idempotency.sagas import saga
 from idempotency.upkeep import maintenance
 from tests.sagas.application import enter, entering
 from tests.sagas.conftest import Stage
-from tests.sagas.test_people import letter_of
+from tests.sagas.test_calls_in_doubt import unknown
+from tests.sagas.test_people import id_of, letter_of
 from tests.sagas.test_replayed_calls import found, open_letters, shipping
 from tests.support.operators import ANN
 
@@ -66,8 +68,8 @@ def test_a_call_replayed_as_its_saga_ends_is_not_replayed_whole_after_the_purge(
     assert (open_letters(stage, "charging"), shipped) == (["unfinished"], [])
 
 
-def test_a_letter_of_a_call_knows_its_saga_once_an_earlier_letter_is_purged(stage: Stage) -> None:
-    """Only the closed letter of before names the saga that has gone on."""
+def test_a_letter_of_a_call_knows_its_saga_once_that_is_purged(stage: Stage) -> None:
+    """The closed letter of before names the saga that has gone on, and stays for that."""
     charging, shipped = shipping(stage)
 
     @saga("parent", key="{id}", app=stage.app)
@@ -84,8 +86,7 @@ def test_a_letter_of_a_call_knows_its_saga_once_an_earlier_letter_is_purged(stag
     assert (open_letters(stage, "charging"), shipped) == (["unfinished"], [])
     aged(stage)
     maintenance.purge(stage.app)
-    left = [letter for letter in stage.letters() if letter[0] == "charging"]
-    assert left == [("charging", "unfinished", "open")]
+    assert stage.letters() == [("charging", "effect_unknown", "replayed"), ("charging", "unfinished", "open")]
     replay(stage.app, letter_of(stage, charging), ANN)  # which may only finish
     stage.run()
     assert (open_letters(stage, "charging"), shipped) == (["unfinished"], [])
@@ -119,3 +120,65 @@ def test_a_clock_that_goes_back_makes_no_failure_unseen(stage: Stage) -> None:
     stage.publish("picked", {"id": "r1"})
     stage.run()
     assert (handle.status(), stage.accounts()) == ("completed", ["instead"])
+
+
+def closed_letters_are_purged(stage: Stage) -> None:
+    with stage.engine.begin() as connection:
+        connection.execute(text("UPDATE idempotency.dead_letters SET closed_at = 'epoch' WHERE status <> 'open'"))
+    maintenance.purge(stage.app)
+
+
+def test_what_was_undone_by_hand_is_not_done_again_though_a_persons_word_outlives_its_saga(stage: Stage) -> None:
+    """Each word prolongs the record's retention, and not that of the closed letter."""
+    make = entering(stage, "make")
+
+    @stage.app.task(base=IdempotentTask, bind=True, name="void", shared=False, effect_types={"charge": str})
+    def void(self: IdempotentTask, thing: str) -> None:
+        self.effect("charge", unknown)
+        enter(self.session, "void")
+
+    @saga("parent", key="{id}", app=stage.app)
+    def parent(saga: Any, id: str) -> Any:
+        saga.call(make, thing="x", undo=void)
+        raise PermanentError("no", "no")
+
+    handle = stage.enqueue(parent, "r1")
+    stage.run()
+    operate.mark_undone(stage.app, id_of(parent), "make", ANN)
+    stage.run()
+    assert handle.status() == "failed"
+    purged(stage, "parent")
+    closed_letters_are_purged(stage)
+    assert found(stage, void, Happened("re_1"), end=True) == "unfinished"
+    with pytest.raises(ReplayRefused, match="has been undone without it"):
+        replay(stage.app, letter_of(stage, void), ANN)
+    assert stage.accounts() == ["make:x"]
+
+
+def test_a_call_that_a_saga_has_gone_on_from_may_only_finish_though_its_letter_is_past_its_retention(
+    stage: Stage,
+) -> None:
+    charging, shipped = shipping(stage)
+
+    @saga("parent", key="{id}", app=stage.app)
+    def parent(saga: Any, id: str) -> Any:
+        with contextlib.suppress(CallFailed):
+            saga.call(charging)
+
+    handle = stage.enqueue(parent, "r1")
+    stage.run()
+    assert handle.status() == "completed"
+    found(stage, charging, Happened("ch_0"), end=True)
+    purged(stage, "parent")
+    with stage.engine.begin() as connection:  # by two people
+        connection.execute(text("UPDATE idempotency.dead_letters SET status = 'discarded', closed_at = 'epoch'"))
+    closed_letters_are_purged(stage)
+    assert found(stage, charging, Happened("ch_1"), end=True) == "unfinished"
+    replay(stage.app, letter_of(stage, charging), ANN)
+    stage.run()
+    assert (open_letters(stage, "charging"), shipped) == (["unfinished"], [])
+    with stage.engine.begin() as connection:
+        connection.execute(text("UPDATE idempotency.dead_letters SET status = 'discarded', closed_at = 'epoch'"))
+    purged(stage, "charging")
+    closed_letters_are_purged(stage)
+    assert stage.letters() == []  # once nothing can replay it
