@@ -130,6 +130,8 @@ def letter_of(
     body, is_text = body_of(raw[:BODY_KEPT] if reason == BEYOND_LIMIT else raw)
     # what names an operation, unless anyone may have written it
     said = {} if reason in (UNSIGNED, ALTERED, BEYOND_LIMIT) else headers
+    # a key without a tenant is of the default one, as a worker would have it
+    tenant = said.get(TENANT_HEADER, runtime_of(app).settings.tenant if KEY_HEADER in said else None)
     properties = {"correlation_id": headers["id"]} if isinstance(headers.get("id"), str) else {}
     payload = Message(json.loads(letters.headers_text(own)), body, _route(app, death, delivery), properties)
     if id is not None:
@@ -141,7 +143,7 @@ def letter_of(
         stored |= {LENGTH_HEADER: len(raw), DIGEST_HEADER: hashlib.sha256(raw).hexdigest()}
     return BrokerLetter(
         message_id=shown(said.get(OUTBOX_HEADER)),
-        tenant=id.tenant if id else shown(said.get(TENANT_HEADER)),
+        tenant=id.tenant if id else shown(tenant),
         task=id.task if id else None,
         key=id.key if id else shown(said.get(KEY_HEADER)),
         generation=None,

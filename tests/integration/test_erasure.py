@@ -221,13 +221,19 @@ def test_the_command_erases_once_and_says_what(
     assert CANARY not in json.dumps(run("show", "p1", "--task", "greet", "--json").document)
 
 
+@pytest.mark.parametrize("tenant", ["default", None])
 def test_a_letter_whose_task_is_in_its_headers_alone_is_in_the_way_and_erased(
-    bank: Celery, deliveries: Deliveries, connection: Connection, greet: Any, consumer: DeadLetterConsumer
+    bank: Celery,
+    deliveries: Deliveries,
+    connection: Connection,
+    greet: Any,
+    consumer: DeadLetterConsumer,
+    tenant: str | None,
 ) -> None:
     """No worker could run the copy, so nothing else says whose it is."""
     carry_out(connection, deliveries, greet, "p1")
     consumer.run_once()
-    sent = headers(task=greet.name, timelimit="soon", **{KEY_HEADER: "p1", TENANT_HEADER: "default"})
+    sent = headers(task=greet.name, timelimit="soon", **{KEY_HEADER: "p1", TENANT_HEADER: tenant})
     death = {"x-death": [{"queue": bank.conf.task_default_queue, "reason": "rejected"}]}
     publish(
         bank,
