@@ -84,7 +84,8 @@ def replay_letters(person: Operator, letters: Replayed, request: Request) -> Out
     """Each under its own key and in its own transaction. Repeated with the same Idempotency-Key, each once."""
 
     def replay_one(letter: int) -> None:
-        change = Change(person.name, letters.reason, _request_id(request, letter), is_verified=True)
+        id = _request_id(request, letter)
+        change = Change(person.name, letters.reason, id, is_verified=True, check_person=person.check)
         try:
             replay(celery, letter, change, is_confirmed=letters.even_if_declined)
         except NotConfirmed as refused:

@@ -41,7 +41,7 @@ def proven_if(
         person = authenticate(runtime, operators_token(), role="operator", action=action)
     except NotAuthenticated as refusal:
         raise NotAuthenticated(f"{what}: {NEEDS_TOKEN}. {refusal}") from None
-    return replace(change, actor=person.name, is_verified=True)
+    return replace(change, actor=person.name, is_verified=True, check_person=person.check)
 
 
 def confirm(warnings: str, *, yes: bool) -> None:

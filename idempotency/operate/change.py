@@ -8,8 +8,8 @@ changes nothing and leaves no row; only a refused token does (`people.py`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
@@ -39,13 +39,14 @@ class Shown:
 class Change:
     """Who changes something, and why. A change repeated under the same `request_id` is made once.
 
-    `is_verified`: a token has proved who it is, which what moves money needs (`money.py`).
+    `is_verified`: a token has proved who it is, which what moves money needs (`money.py`). `check_person` raises if it does no longer.
     """
 
     actor: str
     reason: str
     request_id: str | None = None
     is_verified: bool = False
+    check_person: Callable[[Connection], None] | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.request_id is not None and not 0 < len(self.request_id) <= 255:
@@ -177,7 +178,12 @@ def audit(
     fence: int | None = None,
     details: dict[str, Any] | None = None,
 ) -> None:
-    """Record who did what, and why, in the transaction of the change. `fence` is the new one if the change moved it."""
+    """Record who did what, and why, in the transaction of the change. `fence` is the new one if the change moved it.
+
+    Raises `NotAuthenticated` for a person who was removed since they proved who they are: many letters take a while.
+    """
+    if change.check_person is not None:
+        change.check_person(connection)
     audits.add(
         connection,
         id,

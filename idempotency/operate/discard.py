@@ -22,20 +22,17 @@ def request(connection: Connection, person: Person, letter: int, reason: str, *,
     Repeated under the same `request_id`, it is asked for once. One transaction, which the caller commits. Raises `OperationNotFound`, `ChangeRefused` for the reason, and
     `DiscardRefused`, also while an effect of the operation has an unknown outcome.
     """
-    change = Change(person.name, reason, request_id)
+    change = Change(person.name, reason, request_id, check_person=person.check)
     said = {"dead_letter": letter}
     if repeated(connection, change, "discard_requested", None, said=said) is not None:
         return
+    row = _locked(connection, letter)
     if not discards.request(connection, letter, by=person.name, known_by=person.known_by, reason=reason):
-        row = dead_letters.show(connection, letter)
-        if row.status != "open":
-            raise DiscardRefused(f"dead letter {letter}: already {row.status}")
         asked = discards.requested(connection, letter)
         assert asked is not None  # the letter is open, so only an earlier request was in the way
         raise DiscardRefused(
             f"dead letter {letter}: {asked.requested_by!r} has asked already; another admin can approve"
         )
-    row = dead_letters.show(connection, letter)
     id, record = _operation(connection, row)
     _check_no_open_effect(row, record)
     _check_not_stopped(connection, letter)
@@ -50,16 +47,13 @@ def approve(connection: Connection, person: Person, letter: int) -> None:
     """
     if person.role != "admin":
         raise NotAllowed(f"approve: needs the role admin, {person.name!r} is {person.role}")
+    row = _locked(connection, letter)
     asked, reason = discards.requested(connection, letter), None
     if asked is not None and looks_like(asked.requested_by) != looks_like(person.name):
         reason = discards.approve(
             connection, letter, asked=asked.requested_by, by=person.name, known_by=person.known_by
         )
     if reason is None:
-        row = dead_letters.show(connection, letter)
-        asked = discards.requested(connection, letter)
-        if row.status != "open":
-            raise DiscardRefused(f"dead letter {letter}: already {row.status}")
         if asked is None:
             raise DiscardRefused(f"dead letter {letter}: no one has asked to discard it")
         if asked.known_by != person.known_by:
@@ -67,23 +61,33 @@ def approve(connection: Connection, person: Person, letter: int) -> None:
                 f"dead letter {letter}: {asked.requested_by!r}, who asked for it, was known in another way than people are now, and may be "
                 "the same person; ask again"
             )
+        if (asked.letter_reason, asked.letter_generation) != (row.reason, row.generation):
+            raise DiscardRefused(
+                f"dead letter {letter}: {asked.requested_by!r} asked for it as {asked.letter_reason!r}, and it is {row.reason!r} "
+                "by now; ask again"
+            )
         raise DiscardRefused(
             f"dead letter {letter}: {asked.requested_by!r} asked for it, so another admin has to approve"
         )
-    id, record = _operation_to_discard(connection, letter)
+    id, record = _operation_to_discard(connection, letter, row)
     discards.discard(connection, letter)
-    change = Change(person.name, reason)
+    change = Change(person.name, reason, check_person=person.check)
     audit(connection, change, "discard_approved", id, record, details={"dead_letter": letter})
 
 
-def _operation_to_discard(connection: Connection, letter: int) -> tuple[OperationId | None, Any]:
-    """The letter's operation and its record, both locked. Raises `DiscardRefused` if it would then never end."""
+def _locked(connection: Connection, letter: int) -> Row[Any]:
+    """An open letter, locked after its record. Raises `OperationNotFound` and `DiscardRefused`."""
     _check_not_stopped(
         connection, letter
     )  # before the lock: a saga that goes on closes its letter after it has its record
     row = discards.lock(connection, letter)
     if row is None:
         raise DiscardRefused(f"dead letter {letter}: already {dead_letters.show(connection, letter).status}")
+    return row
+
+
+def _operation_to_discard(connection: Connection, letter: int, row: Row[Any]) -> tuple[OperationId | None, Any]:
+    """The operation of a letter, and its record. Raises `DiscardRefused` if it would then never end."""
     id, record = _operation(connection, row)
     _check_no_open_effect(row, record)
     _check_not_stopped(connection, letter)

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 from sqlalchemy import Connection
 
@@ -34,6 +35,8 @@ class Person:
     name: str
     role: Role
     known_by: str | None = None  # the company's issuer or a file; None: the database
+    # raises `NotAuthenticated` if they are not this person any more: for each of their changes, in its transaction
+    check: Callable[[Connection], None] | None = field(default=None, repr=False, compare=False)
 
 
 def add_operator(connection: Connection, change: Change, name: str, role: Role, *, days: int) -> str:
@@ -85,12 +88,26 @@ def authenticate(
         refusal: NotAllowed | None = None if why is None else NotAuthenticated(f"{TOKEN_VARIABLE}: {why}")
         if person is not None and refusal is None:
             if role == "operator" or person.role == "admin":
-                return person
+                return replace(person, check=partial(_check_again, runtime, token, person))
             refusal = NotAllowed(f"{action}: needs the role admin, {person.name!r} is {person.role}")
         if (reason := said(str(refusal))) is not None:
             audit_refusal(connection, person.name if person else "unknown", reason, action=action, letter=letter)
     assert refusal is not None
     raise refusal
+
+
+def _check_again(runtime: Runtime, token: str | None, person: Person, connection: Connection) -> None:
+    """Raise `NotAuthenticated` if a token no longer proves what it did. What an ID token says holds for the whole command."""
+    if runtime.settings.people_file is not None:
+        found, why = _known_outside(runtime, token)
+    elif identities.are_outside(runtime.settings):
+        return
+    else:
+        found, why = _known(connection, token)
+    if why is not None or found != person:
+        raise NotAuthenticated(
+            f"{TOKEN_VARIABLE}: {person.name!r} was removed or changed meanwhile, or the token has expired"
+        )
 
 
 def _known_outside(runtime: Runtime, token: str | None) -> tuple[Person | None, str | None]:

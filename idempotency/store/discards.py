@@ -12,23 +12,30 @@ from .outbox import refresh_lanes
 from .record import ROW, named
 
 _REQUEST = """
-INSERT INTO idempotency.discards AS d (letter, requested_by, reason, known_by)
-SELECT id, %(by)s, %(reason)s, %(known_by)s FROM idempotency.dead_letters WHERE id = %(letter)s AND status = 'open'
--- a name that is known elsewhere may be another person's, or another one of the same person
+INSERT INTO idempotency.discards AS d (letter, requested_by, reason, known_by, letter_reason, letter_generation)
+SELECT id, %(by)s, %(reason)s, %(known_by)s, l.reason, l.generation
+FROM idempotency.dead_letters l WHERE id = %(letter)s AND status = 'open'
+-- a name that is known elsewhere may be another person's, or another one of the same person; and a letter may become another
 ON CONFLICT (letter) DO UPDATE SET requested_by = excluded.requested_by, reason = excluded.reason, known_by = excluded.known_by,
-    requested_at = clock_timestamp()
-WHERE d.approved_by IS NULL AND d.known_by IS DISTINCT FROM excluded.known_by
+    letter_reason = excluded.letter_reason, letter_generation = excluded.letter_generation, requested_at = clock_timestamp()
+WHERE d.approved_by IS NULL AND (d.known_by, d.letter_reason, d.letter_generation)
+    IS DISTINCT FROM (excluded.known_by, excluded.letter_reason, excluded.letter_generation)
 RETURNING letter
 """
 
 _APPROVE = """
-UPDATE idempotency.discards SET approved_by = %(by)s, approved_at = clock_timestamp()
-WHERE letter = %(letter)s AND approved_by IS NULL AND requested_by = %(asked)s AND requested_by <> %(by)s
+UPDATE idempotency.discards d SET approved_by = %(by)s, approved_at = clock_timestamp()
+FROM idempotency.dead_letters l
+WHERE d.letter = %(letter)s AND l.id = d.letter AND approved_by IS NULL AND requested_by = %(asked)s AND requested_by <> %(by)s
   AND known_by IS NOT DISTINCT FROM %(known_by)s
-RETURNING reason
+  AND (letter_reason, letter_generation) IS NOT DISTINCT FROM (l.reason, l.generation)
+RETURNING d.reason
 """
 
-_REQUESTED = "SELECT requested_by, approved_by, known_by FROM idempotency.discards WHERE letter = %(letter)s"
+_REQUESTED = """
+SELECT requested_by, approved_by, known_by, letter_reason, letter_generation
+FROM idempotency.discards WHERE letter = %(letter)s
+"""
 
 _LOCK = "SELECT * FROM idempotency.dead_letters WHERE id = %(letter)s AND status = 'open' FOR UPDATE"
 
@@ -78,7 +85,8 @@ RETURNING task, ordering_key
 def request(connection: Connection, letter: int, *, by: str, known_by: str | None = None, reason: str) -> bool:
     """Record a request to discard an open letter. False: it is not open, or there is a request already.
 
-    `known_by`: what the person is known by. A request by a person who is known otherwise is replaced.
+    `known_by`: what the person is known by. A request by a person who is known otherwise is replaced, and one for a letter
+    that has become another since. The letter is locked (`lock`).
     """
     fields = {"letter": letter, "by": by, "known_by": known_by, "reason": reason}
     return connection.exec_driver_sql(_REQUEST, fields).one_or_none() is not None
@@ -87,7 +95,7 @@ def request(connection: Connection, letter: int, *, by: str, known_by: str | Non
 def approve(connection: Connection, letter: int, *, asked: str, by: str, known_by: str | None) -> str | None:
     """Record another person's approval of what `asked` has asked for. Returns the request's reason; None: there is no such request.
 
-    `known_by`: what the person is known by; it has to be the same for the one who asked.
+    `known_by`: what the person is known by; it has to be the same for the one who asked. The letter is locked (`lock`).
     """
     fields = {"letter": letter, "asked": asked, "by": by, "known_by": known_by}
     reason: str | None = connection.exec_driver_sql(_APPROVE, fields).scalar_one_or_none()
@@ -95,7 +103,7 @@ def approve(connection: Connection, letter: int, *, asked: str, by: str, known_b
 
 
 def requested(connection: Connection, letter: int) -> Row[Any] | None:
-    """Who requested and approved the discarding of a letter; None without a request."""
+    """Who requested and approved the discarding of a letter, and what it was then; None without a request."""
     return connection.exec_driver_sql(_REQUESTED, {"letter": letter}).one_or_none()
 
 

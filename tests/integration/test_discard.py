@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,6 +20,8 @@ from idempotency.operate import discard, people
 from idempotency.operate.change import Change
 from idempotency.operate.people import Person
 from idempotency.store import dead_letters as letters
+from idempotency.store import letters as store
+from idempotency.store.letters import BrokerLetter
 from idempotency.upkeep import maintenance
 from idempotency.wire.keys import OperationId
 from tests.support import bank as b
@@ -264,6 +267,65 @@ def test_a_name_that_was_known_otherwise_does_not_count_as_another_person(
         act(bank, discard.approve, ann, letter.id)
     act(bank, discard.approve, Person("00u2", "admin", "https://login.example"), letter.id)
     assert audits(connection)[-1][:2] == ("00u2", "discard_approved")
+
+
+def test_what_was_asked_for_a_message_is_not_approved_for_the_operation_that_it_has_become(
+    bank: Celery, connection: Connection
+) -> None:
+    """It comes again, to a consumer that knows its task by now and ends the operation."""
+    unknown = BrokerLetter(
+        message_id="m1", tenant=None, task=None, key=None, generation=None, fingerprint=None, queue="q",
+        header_task="tests.payment", service="bank", reason="unknown_task", first_error=None, last_error="no such task",
+        attempts=0, headers="{}", payload="", digest="d1",
+    )  # fmt: skip
+    id = op.new_id("default", "tests.payment")
+    op.failed(connection, id)
+    ended = replace(
+        unknown, tenant=id.tenant, task=id.task, key=id.key, generation=1, fingerprint=op.FINGERPRINT,
+        reason="delivery_limit", last_error="delivered too often",
+    )  # fmt: skip
+    with runtime_of(bank).engine.begin() as own:
+        letter = store.store_message(own, unknown)
+    act(bank, discard.request, EVE, letter, "no task of this name any more")
+    with runtime_of(bank).engine.begin() as own:
+        assert store.store_end(own, ended) == letter
+    with pytest.raises(
+        DiscardRefused, match="'eve' asked for it as 'unknown_task', and it is 'delivery_limit' by now; ask again"
+    ):
+        act(bank, discard.approve, BEN, letter)
+    act(bank, discard.request, EVE, letter, "paid otherwise")
+    act(bank, discard.approve, BEN, letter)
+    assert audits(connection)[-1] == ("ben", "discard_approved", id.key, "paid otherwise")
+
+
+@pytest.mark.parametrize("command", ["approve", "replay"])
+def test_an_admin_who_is_removed_while_a_command_runs_changes_nothing_more(
+    bank: Celery,
+    failed: Callable[..., None],
+    connection: Connection,
+    run: Callable[..., Result],
+    monkeypatch: pytest.MonkeyPatch,
+    command: str,
+) -> None:
+    failed("a1", "a2", "a3")
+    monkeypatch.setattr(b.failing, "moves_money", True)
+    numbers = [letter.id for letter in op.dead_letters(connection)]
+    ben = json.loads(run("operators", "add", "ben", "--role", "admin", "--json").stdout)["token"]
+    for number in numbers:
+        act(bank, discard.request, EVE, number, "account closed")
+    real = letters.lock_record
+    locked: list[int] = []
+
+    def lock(own: Connection, letter: int) -> None:
+        real(own, letter)
+        locked.append(letter)
+        if len(set(locked)) == 2:  # the first one is done, the second one under way
+            connection.execute(text("DELETE FROM idempotency.operators WHERE name = 'ben'"))
+
+    monkeypatch.setattr(letters, "lock_record", lock)
+    result = run("dead-letters", command, *numbers, "--yes" if command == "replay" else "--json", token=ben, status=1)
+    assert "ben" in result.output
+    assert [letter.status == "open" for letter in op.dead_letters(connection)] == [False, True, True]
 
 
 @pytest.mark.parametrize(

@@ -206,6 +206,10 @@ ALTER TABLE idempotency.operators ENABLE ALWAYS TRIGGER only_owner;
 
 -- What a name belongs to: the same one may be another person's elsewhere. NULL: the table of operators.
 ALTER TABLE idempotency.discards ADD COLUMN known_by text;
+-- What the letter was when it was asked for: a message's letter becomes that of its operation.
+ALTER TABLE idempotency.discards ADD COLUMN letter_reason text, ADD COLUMN letter_generation int;
+UPDATE idempotency.discards d SET letter_reason = l.reason, letter_generation = l.generation
+FROM idempotency.dead_letters l WHERE l.id = d.letter;
 """
 
 # The data of an ended operation can be erased; then it stays as it is, whatever code or person would open it again.
@@ -288,7 +292,7 @@ def downgrade() -> None:
         DROP TRIGGER keep_erased ON idempotency.records;
         DROP FUNCTION idempotency.keep_erased();
         ALTER TABLE idempotency.records DROP COLUMN erased_at;
-        ALTER TABLE idempotency.discards DROP COLUMN known_by;
+        ALTER TABLE idempotency.discards DROP COLUMN known_by, DROP COLUMN letter_reason, DROP COLUMN letter_generation;
         DROP TRIGGER only_owner ON idempotency.operators;
         DROP FUNCTION idempotency.only_owner();
         DROP FUNCTION idempotency.keep_ended() CASCADE;
