@@ -29,8 +29,7 @@ def erase(app: Celery, id: OperationId, change: Change) -> list[OperationId]:
         read(connection, id, runtime.settings.service)
         check_verified(app, connection, id, change)
         ids = erasure.family(connection, id)
-        for each in ids:
-            erasure.lock(connection, each)
+        erasure.lock(connection, ids)
         rows = {each: operations.read_locked(connection, each) for each in ids}
         if rows[id] is None:
             raise ChangeRefused(f"{called(id)}: has not begun; only what has ended is erased")

@@ -209,16 +209,15 @@ class SagaAttempt(Attempt):
 
     # ------------------------------------------------------------ waiting
 
-    def wait(self, waits_for: int, seconds: float | None = None, *, stopped: str | None = None) -> NoReturn:
-        """Let go of everything, in the commit of what was recorded for it."""
-        now = 0.0 if waits_for == 0 else seconds
+    def wait(self, waits_for: int, seconds: float | None = None, *, stopped: tuple[str, str] | None = None) -> NoReturn:
+        """Let go of everything, in the commit of what was recorded for it. `stopped`: the reason, and why."""
+        now, reason = 0.0 if waits_for == 0 else seconds, stopped and stopped[0]
         self.writes.in_session(
             lambda c: sagas.wait(
-                c, self.claim, self.saga, waits_for=waits_for, seconds=now, lease=self.lease, stopped=stopped
+                c, self.claim, self.saga, waits_for=waits_for, seconds=now, lease=self.lease, stopped=reason
             )
         )
-        if stopped is None:
-            stopping.close_letter(self)
+        stopping.write_letter(self, stopped)
         crash_point("saga.waits")
         self.writes.commit()
         crash_point("saga.waiting")

@@ -20,23 +20,28 @@ def stop(attempt: SagaAttempt, reason: str, why: str, *, tries_again: bool = Fal
     """Go no further: a dead letter says why. `tries_again`: after a pause, since it may be over by then."""
     attempt.writes.roll_back()
     attempt.check_lease()
-    session, saga = attempt.session, attempt.saga
-    sagas.limit_idle(session.connection(), lease=attempt.lease)
-    if saga.stopped != reason:
+    log.error("saga_stopped", reason=reason, why=why, **attempt.writes.names)
+    pause = min(FIRST_PAUSE * 2.0 ** min(attempt.saga.stops, 20), LONGEST_PAUSE) if tries_again else None
+    attempt.wait(1, pause, stopped=(reason, why))
+
+
+def write_letter(attempt: SagaAttempt, stopped: tuple[str, str] | None) -> None:
+    """Say in the saga's letter why it has stopped. None: it has resumed. After the saga and its record are locked, as everyone does."""
+    if stopped is None or attempt.saga.stopped != stopped[0]:
         close_letter(attempt)  # a person has seen to what had stopped it before
+    if stopped is None:
+        return
+    connection, (reason, why) = attempt.session.connection(), stopped
     error = error_text(reason, why)
-    letters.update_error(session.connection(), attempt.claim.id, reason, error)
+    letters.update_error(connection, attempt.claim.id, reason, error)
     letters.store_failure(
-        session.connection(),
+        connection,
         attempt.delivery,
         attempt.claim,
         reason=reason,
         last_error=error,
         service=attempt.runtime.settings.service,
     )
-    log.error("saga_stopped", reason=reason, why=why, **attempt.writes.names)
-    pause = min(FIRST_PAUSE * 2.0 ** min(saga.stops, 20), LONGEST_PAUSE) if tries_again else None
-    attempt.wait(1, pause, stopped=reason)
 
 
 def close_letter(attempt: SagaAttempt) -> None:

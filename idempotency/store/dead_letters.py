@@ -79,9 +79,11 @@ WHERE (tenant, task, key) = (%(tenant)s, %(task)s, %(key)s) AND status = 'open'
   AND reason NOT IN ('fingerprint_mismatch', 'service_mismatch')
 """
 
-# By everyone who changes both: the record before its letters.
+# By everyone who changes both: the record before its letters, one of which may have the task's name in its header alone.
 _LOCK_RECORD = """
-SELECT FROM idempotency.records r JOIN idempotency.dead_letters d USING (tenant, task, key) WHERE d.id = %(letter)s FOR UPDATE OF r
+SELECT FROM idempotency.dead_letters d
+JOIN idempotency.records r ON (r.tenant, r.task, r.key) = (d.tenant, coalesce(d.task, d.header_task), d.key)
+WHERE d.id = %(letter)s FOR UPDATE OF r
 """
 
 _MARK_REPLAYED = """

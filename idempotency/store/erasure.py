@@ -19,19 +19,22 @@ from .sweeps import RECORD_ID
 
 # What takes the place of a text that has to be there.
 GONE = "erased"
+# Calls of calls of sagas that are found.
+DEEPEST = 100
 # What an effect's entry keeps: nothing that its caller or its provider has said.
 KEPT = ["kind", "state", "position", "number", "key", "begun_at", "generation", "resolved"]
 
-# The operation, and what its sagas have called.
+# The operation, and what its sagas have called, by how deep.
 _FAMILY = f"""
-WITH RECURSIVE family(tenant, task, key) AS (
-    VALUES (%(tenant)s::text, %(task)s::text, %(key)s::text)
+WITH RECURSIVE family(tenant, task, key, depth) AS (
+    VALUES (%(tenant)s::text, %(task)s::text, %(key)s::text, 0)
     UNION
-    SELECT s.tenant, s.call_task, s.call_key FROM family f
+    SELECT s.tenant, s.call_task, s.call_key, f.depth + 1 FROM family f
     JOIN idempotency.sagas g ON (g.tenant, g.task, g.key) = (f.tenant, f.task, f.key) AND NOT g.observed
     JOIN idempotency.saga_steps s ON s.saga_id = g.id AND s.call_key IS NOT NULL
+    WHERE f.depth < {DEEPEST}  -- one may have called what has called it
 )
-SELECT tenant, task, key FROM family ORDER BY {ROW} DESC, tenant, task, key
+SELECT tenant, task, key FROM family GROUP BY tenant, task, key ORDER BY {ROW} DESC, max(depth), tenant, task, key
 """
 
 _OF_SAGA = f"SELECT id FROM idempotency.sagas WHERE {ROW} AND NOT observed"
@@ -50,13 +53,14 @@ WHERE g.id = ({_OF_SAGA}) AND (e.saga_id = g.id OR e.saga_id IS NULL AND EXISTS 
     WHERE s.saga_id = g.id AND s.kind = 'wait' AND (s.event_type, s.match) = (e.event_type, e.match)))
 """
 
-# In the order in which others lock. A webhook that a person redelivers is redelivered before, or refused after.
+# In the order in which others lock: of what was called, before the saga that has called it, and letters last. A webhook that a
+# person redelivers is redelivered before, or refused after.
 _LOCKS = (
     f"SELECT FROM idempotency.webhook_deliveries WHERE {_DELIVERIES} ORDER BY id FOR UPDATE",
     f"SELECT FROM idempotency.sagas WHERE {ROW} FOR UPDATE",
     f"SELECT FROM idempotency.records WHERE {ROW} FOR UPDATE",
-    f"SELECT FROM idempotency.dead_letters WHERE {_LETTERS} ORDER BY id FOR UPDATE",
 )
+_LOCK_LETTERS = f"SELECT FROM idempotency.dead_letters WHERE {_LETTERS} ORDER BY id FOR UPDATE"
 
 # What is in the way, the first of these. A saga says what it waits for only when it comes to its wait: before that, what its
 # key and its entity are tells whether it may be about the same thing.
@@ -145,14 +149,17 @@ WHERE {ROW} AND erased_at IS NULL
 
 
 def family(connection: Connection, id: OperationId) -> list[OperationId]:
-    """The operation, and then all that it has called as a saga, and what those have called."""
+    """The operation, and then all that it has called as a saga, and what those have called: each after all that have called it."""
     return [OperationId(*row) for row in connection.exec_driver_sql(_FAMILY, named(id))]
 
 
-def lock(connection: Connection, id: OperationId) -> None:
-    """Lock what says whether an operation may be erased."""
-    for statement in _LOCKS:
-        connection.exec_driver_sql(statement, named(id))
+def lock(connection: Connection, ids: Sequence[OperationId]) -> None:
+    """Lock what says whether the operations of a family may be erased."""
+    for id in reversed(ids):
+        for statement in _LOCKS:
+            connection.exec_driver_sql(statement, named(id))
+    for id in ids:
+        connection.exec_driver_sql(_LOCK_LETTERS, named(id))
 
 
 def obstacle(connection: Connection, id: OperationId) -> str | None:

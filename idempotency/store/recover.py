@@ -8,7 +8,8 @@ from typing import Any
 
 from sqlalchemy import Connection, Row
 
-from . import sweeps
+from ..wire.keys import OperationId
+from . import sagas, sweeps
 from .sweeps import BATCH, RECORD_ID, THIS_RECORD, Sweep
 
 # An operation without attempts left is ended by its next claim, in a worker that can run `on_failed` (tried five times).
@@ -111,7 +112,14 @@ def end_spent(connection: Connection, bounds: Bounds, end: Callable[[Mapping[str
     return ended
 
 
-def lock_spent(connection: Connection, bounds: Bounds, names: Mapping[str, Any]) -> Row[Any] | None:
-    """Lock the record of such an operation, in the transaction that ends it. None: it was renewed, or is locked."""
+def lock_spent(
+    connection: Connection, bounds: Bounds, names: Mapping[str, Any]
+) -> tuple[Row[Any] | None, Row[Any] | None]:
+    """Lock the record of such an operation, and before it its saga, in the transaction that ends it.
+
+    Without a record, it was renewed, or is locked. Without a saga, it is none, or one that has ended.
+    """
     connection.exec_driver_sql(f"SET LOCAL lock_timeout = {sweeps.LOCK_TIMEOUT_MS}")
-    return connection.exec_driver_sql(EXHAUST.find_one, {**bounds.parameters(), **names}).one_or_none()
+    saga = sagas.locked(connection, OperationId(names["tenant"], names["task"], names["key"]))
+    record = connection.exec_driver_sql(EXHAUST.find_one, {**bounds.parameters(), **names}).one_or_none()
+    return record, saga

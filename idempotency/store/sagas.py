@@ -15,7 +15,7 @@ from sqlalchemy import Connection, Row
 from ..wire.keys import OperationId
 from .answers import Claimed
 from .callers import Executes
-from .record import IDLE_LIMIT, MINE, ROW, SETTINGS, idle_ms, mine, named
+from .record import MINE, ROW, SETTINGS, idle_ms, mine, named
 from .statements import execute
 
 # For a wait without a time-out. Not infinity, which Python's clock does not have.
@@ -185,6 +185,11 @@ WITH cancelled AS (
 SELECT idempotency.resume_saga(cancelled) FROM cancelled
 """
 
+# Before its letter.
+_LOCKS = (
+    f"SELECT FROM idempotency.sagas WHERE {ROW} FOR NO KEY UPDATE",
+    f"SELECT FROM idempotency.records WHERE {ROW} FOR NO KEY UPDATE",
+)
 # What had stopped it no longer needs a person.
 _CLOSE_STOPPED = f"""
 UPDATE idempotency.dead_letters d SET status = 'replayed', closed_at = clock_timestamp()
@@ -241,11 +246,6 @@ def wait(
     execute(connection, _WAIT, fields)
 
 
-def limit_idle(connection: Connection, *, lease: float) -> None:
-    """If the process freezes in this transaction, the server ends it before the lease is over."""
-    execute(connection, IDLE_LIMIT, {"idle_ms": idle_ms(lease)})
-
-
 def compensate(connection: Connection, saga: SagaRow, error: str, *, lease: float) -> None:
     """From now on the saga is undone, because of `error`; `wait` follows in the transaction. Raises `DivisionByZero`."""
     execute(connection, _COMPENSATE, {"saga": saga.id, "error": error, "idle_ms": idle_ms(lease)})
@@ -291,7 +291,8 @@ def close_letters(connection: Connection, saga: Any) -> None:
 
 def cancel(connection: Connection, id: OperationId, error: str) -> bool:
     """From now on a saga is undone, by a person or by the saga that has called it. False: it has ended, or is undone already."""
-    execute(connection, _CLOSE_STOPPED, named(id))
+    for statement in (*_LOCKS, _CLOSE_STOPPED):
+        execute(connection, statement, named(id))
     return execute(connection, _CANCEL, named(id) | {"error": error}).fetchone() is not None
 
 

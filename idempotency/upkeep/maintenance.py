@@ -62,11 +62,11 @@ def recover(app: Celery, *, limit: int = 10 * BATCH) -> int:
 def _end_spent(app: Celery, runtime: Runtime, bounds: Bounds, names: Mapping[str, Any]) -> int:
     """Fail one operation without attempts left, in its own transaction. Returns 0 if it was renewed or is locked."""
     with runtime.engine.begin() as connection:
-        record = recovery.lock_spent(connection, bounds, names)
+        record, saga = recovery.lock_spent(connection, bounds, names)
         if record is None:
             return 0
-        id = OperationId(record.tenant, record.task, record.key)
-        if (saga := sagas.locked(connection, id)) is not None:
+        if saga is not None:
+            id = OperationId(record.tenant, record.task, record.key)
             _let_go(connection, runtime.settings, record, id, saga)
         else:
             _conclude(connection, runtime.settings, record, app.tasks.get(record.task))

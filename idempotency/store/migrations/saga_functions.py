@@ -4,9 +4,9 @@ RESUME_SAGA = """
 -- A saga goes on: its next delivery, written when it began to wait, is due. Its budget of time begins anew.
 CREATE OR REPLACE FUNCTION idempotency.resume_saga(saga idempotency.sagas) RETURNS void LANGUAGE plpgsql AS $$
 BEGIN
-    -- the record before its letters, by everybody
+    -- the record before its letters, by everybody; one that is running has its own delivery
     PERFORM FROM idempotency.records r
-    WHERE r.tenant = saga.tenant AND r.task = saga.task AND r.key = saga.key FOR NO KEY UPDATE;
+    WHERE r.tenant = saga.tenant AND r.task = saga.task AND r.key = saga.key AND r.status = 'released' FOR NO KEY UPDATE;
     -- If that was due before and has died, there is another.
     WITH died AS (
         UPDATE idempotency.dead_letters d SET status = 'replayed', closed_at = clock_timestamp()
