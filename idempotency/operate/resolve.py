@@ -56,7 +56,7 @@ def resolve_effect(
                 return str(done.details["ended_as"])
             check_verified(app, connection, shown.id, change)
             row = locked(connection, shown, "resolve an effect of", "failed")
-            entry, details = _unresolved(shown.id, row, name), dict(said)
+            entry, details, reason = _unresolved(shown.id, row, name), dict(said), None
             word: dict[str, Any] = {"state": "not_happened", "resolved": True}
             if isinstance(outcome, Happened):
                 text = _checked_result(app, runtime, row.task, name, outcome.result, without_task=without_task)
@@ -71,9 +71,12 @@ def resolve_effect(
                 cause, skip = _cause(row, change), skip or broken
                 concluded = conclude(connection, shown.id, row, cause, policy, arguments, skip, entries=entries)
                 ended = replace(concluded.end, changed={name: resolved, **concluded.end.changed})
-                corrections.update_open_letter(connection, shown.id, row.generation, ended, reason=concluded.reason)
                 details |= {} if concluded.broken is None else {"on_failed_error": concluded.broken}
+                reason = concluded.reason
+            # which locks a saga that has called it: before the letters, as the end of the saga does
             fence = ends.conclude(connection, shown.id, ended, fence=row.fence)
+            if reason is not None:
+                corrections.update_open_letter(connection, shown.id, row.generation, ended, reason=reason)
             details |= {"state": word["state"], "ended_as": ended.code}
             audit(connection, change, "resolve", shown.id, row, fence=fence, details=details)
         return ended.code

@@ -19,7 +19,7 @@ from idempotency.operate.erase import erase
 from idempotency.operate.people import Person
 from idempotency.operate.replay import replay
 from idempotency.sagas import saga
-from idempotency.store import dead_letters, discards, erasure, letters, sagas
+from idempotency.store import dead_letters, discards, ends, erasure, letters, sagas
 from idempotency.upkeep import maintenance
 from tests.sagas.application import enter
 from tests.sagas.conftest import Stage
@@ -265,6 +265,39 @@ def test_the_cancel_of_a_stopped_saga_and_its_next_attempt_wait_for_each_other(
     assert (errors, aborted) == ([], [])
     stage.run()
     assert stage.saga("r1").status == "FAILED"
+
+
+def test_a_persons_word_about_a_call_and_the_end_of_its_saga_wait_for_each_other(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The end of a saga locks it, and then the letters of the calls that it has gone on from."""
+    charging = charging_of(stage)
+
+    @saga("parent", key="{id}", app=stage.app)
+    def parent(saga: Any, id: str) -> Any:
+        with contextlib.suppress(CallFailed):
+            saga.call(charging)
+
+    handle = stage.enqueue(parent, "r1")
+    stage.deliver()
+    stage.deliver()  # the call has failed
+    conclude, close, aborted = ends.conclude, sagas.close_letters, []
+
+    def concluding(*args: Any, **kwargs: Any) -> int | None:
+        time.sleep(1.5)
+        return conclude(*args, **kwargs)
+
+    def closing(*args: Any) -> None:
+        try:
+            close(*args)
+        except Exception as error:
+            aborted.append(error)
+            raise
+
+    monkeypatch.setattr(ends, "conclude", concluding)
+    monkeypatch.setattr(sagas, "close_letters", closing)
+    errors = both(lambda: found(stage, charging, Happened("ch_1"), end=True), lambda: stage.run())
+    assert (errors, aborted, handle.status()) == ([], [], "completed")
 
 
 def test_recovery_of_a_saga_whose_processes_died_and_a_publisher_wait_for_each_other(
