@@ -20,7 +20,7 @@ from celery import Celery
 from pydantic import SecretStr
 
 from ..observe.crash_points import crash_point
-from ..wire.message import MARKER_HEADER, OUTBOX_HEADER, SIGNATURE_HEADER, Message
+from ..wire.message import COPIES, MARKER_HEADER, OUTBOX_HEADER, SIGNATURE_HEADER, Message
 from ..wire.signing import sign
 from .batch import REFUSAL_LIMIT, Published, Refusal
 from .channel import BROKER_ERRORS, BrokerChannel
@@ -129,6 +129,10 @@ class Publisher(BrokerChannel):
     def _put_together(self, channel: Any, message: Message) -> tuple[Any, dict[str, Any]]:
         """What `basic_publish` is given for a message. Anything that this raises concerns this message alone."""
         exchange, routing_key = message.destination(self._app)
+        # one that arrived with them, or was stored by an earlier version
+        message = replace(
+            message, headers={each: value for each, value in message.headers.items() if each not in COPIES}
+        )
         if self._secrets:
             signature = sign(message.headers, message.body, self._secrets[0], at=time.time())
             message = replace(message, headers=message.headers | {SIGNATURE_HEADER: signature})

@@ -21,6 +21,7 @@ from ..wire.message import (
     MESSAGE_VERSION,
     MISPLACED,
     OUTBOX_HEADER,
+    REFUSED_HEADER,
     SERVICE_HEADER,
     SIGNATURE_HEADER,
     VERSION_HEADER,
@@ -113,7 +114,9 @@ def examine(app: Celery, message: Message) -> Examined:
         return Examined(_forged(app, message) if _calls_others(name, headers, payload) else None)
     if not isinstance(headers.get("headers"), dict | None):
         return Examined("invalid_header")
-    if (misplaced := next((each for each in MISPLACED if headers.get(each) is not None), None)) is not None:
+    if (
+        misplaced := next((each for each in (*MISPLACED, REFUSED_HEADER) if headers.get(each) is not None), None)
+    ) is not None:
         return Examined("invalid_header", detail=misplaced)
     examined = _named(task, payload, headers)
     if examined.reason is None and _is_row_of_another(app, headers):

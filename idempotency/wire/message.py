@@ -46,6 +46,8 @@ ETA_HEADER = "idempotency-eta"
 DUE_HEADER = "idempotency-due"
 # Who has published a message, and when: see `signing`. Made for each delivery; not part of the stored message.
 SIGNATURE_HEADER = "idempotency-signature"
+# Set on a call after a task that had headers which decide over its message: their names. The guard makes it a dead letter.
+REFUSED_HEADER = "idempotency-refused"
 # Set on the way into the pool by a worker in which this task id is revoked; never stored or sent.
 REVOKED_HEADER = "idempotency-revoked"
 
@@ -92,8 +94,10 @@ _FIELDS = {
 _EMBEDDED = ("callbacks", "errbacks", "chain", "chord")
 # Where these are among the headers, a worker takes them for its own: no sender of Celery puts them there.
 MISPLACED = (*_EMBEDDED, "called_directly", "is_eager", "taskset")
+# RabbitMQ gives a message to the routing keys in these headers, too, whatever its publisher has a right to.
+COPIES = ("CC", "BCC")
 # What a caller may not give as a header, and all that is read of Celery's where it is signed alone.
-_REFUSED = CELERYS_FIELDS | frozenset(MISPLACED)
+_REFUSED = CELERYS_FIELDS | frozenset((*MISPLACED, *COPIES))
 _CELERYS = _REFUSED | frozenset(_PROTOCOL_HEADERS)
 # A natively delayed message arrives through an exchange, and waits in queues, of such names; its routing key starts with the delay, one word per bit.
 _DELAY_PLACE = "celery_delayed_"
@@ -162,7 +166,7 @@ class Message:
         custom = {
             name: value
             for name, value in (request.headers or {}).items()
-            if not is_brokers(name) and name not in (*MARKS, REVOKED_HEADER, ETA_HEADER)
+            if not is_brokers(name) and name not in (*MARKS, REVOKED_HEADER, ETA_HEADER, *COPIES)
         }
         body = [request.args, request.kwargs, {name: getattr(request, name) for name in _EMBEDDED}]
         properties = {"correlation_id": request.id}
@@ -286,6 +290,11 @@ def is_our_header(name: str) -> bool:
     return name.startswith(_OURS)
 
 
+def refused_headers(given: Mapping[str, Any]) -> list[str]:
+    """The names of those headers that no caller may give, because they decide what becomes of a message."""
+    return sorted(_REFUSED & given.keys())
+
+
 def senders_headers(given: Mapping[str, Any]) -> dict[str, Any]:
     """Of the headers that a caller gives, those that are its own; the key and the tenant, too, unless they came along.
 
@@ -295,11 +304,18 @@ def senders_headers(given: Mapping[str, Any]) -> dict[str, Any]:
     """
     if (beyond := beyond_limits(given, None, body_limit=0)) is not None:
         raise InvalidArguments(beyond)
-    if fields := sorted(_REFUSED & given.keys()):
-        raise InvalidArguments(f"headers: {fields[0]!r} is a field of Celery's message")
+    if fields := refused_headers(given):
+        whose = "has RabbitMQ copy the message" if fields[0] in COPIES else "is a field of Celery's message"
+        raise InvalidArguments(f"headers: {fields[0]!r} {whose}")
+    return harmless_headers(given)
+
+
+def harmless_headers(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The same without the checks, and without what they refuse."""
     kept = () if VERSION_HEADER in given else (KEY_HEADER, TENANT_HEADER)
+    others = {name: value for name, value in given.items() if name not in _REFUSED}
     return {
-        name: value for name, value in given.items() if name in kept or not (is_our_header(name) or is_brokers(name))
+        name: value for name, value in others.items() if name in kept or not (is_our_header(name) or is_brokers(name))
     }
 
 
@@ -310,7 +326,7 @@ def all_headers(given: Mapping[str, Any]) -> dict[str, Any]:
     """
     nested = given.get("headers") or {}
     theirs = {name: value for name, value in nested.items() if not (is_our_header(name) or name in _CELERYS)}
-    return {**theirs, **given}
+    return {name: value for name, value in {**theirs, **given}.items() if name not in COPIES}
 
 
 def _stored(headers: Mapping[str, Any]) -> dict[str, Any]:

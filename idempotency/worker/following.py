@@ -16,7 +16,7 @@ from celery.exceptions import Ignore, Reject, Retry
 
 from ..errors import InvalidArguments, MissingKey
 from ..wire.delivery import NamesItsOperation
-from ..wire.message import KEY_HEADER, TENANT_HEADER
+from ..wire.message import KEY_HEADER, REFUSED_HEADER, TENANT_HEADER, harmless_headers, refused_headers, senders_headers
 from . import signed_calls
 from .using import NEVER_DROPPED
 
@@ -53,17 +53,21 @@ def check(app: Celery, callbacks: Sequence[Any], errbacks: Any) -> None:
             if (task := _ours(app, first)) is not None:
                 task._check_call(first) if first.immutable else _check_partial(task, first)
     for sig in following(app, errbacks):
-        if sig.immutable and (task := _ours(app, sig)) is not None:
-            task._check_call(sig)
+        if (task := _ours(app, sig)) is not None:
+            task._check_call(sig) if sig.immutable else _headers_of(sig)
 
 
 def _check_partial(task: KeyedTask, call: Signature) -> None:
     """Raise the `CallRefused` that sending this signature would raise whatever its first argument will be."""
     if call.options.get("expires") is not None:
         raise InvalidArguments(NEVER_DROPPED)
-    given = (call.options.get("idempotency_key"), (call.options.get("headers") or {}).get(KEY_HEADER))
+    given = (call.options.get("idempotency_key"), _headers_of(call).get(KEY_HEADER))
     if given == (None, None) and task._key_function is None:
         raise MissingKey(f"{task.name}: give idempotency_key=, or the task a key template")
+
+
+def _headers_of(call: Signature) -> dict[str, Any]:
+    return senders_headers(call.options.get("headers") or {})
 
 
 def _ours(app: Celery, sig: Signature) -> KeyedTask | None:
@@ -76,8 +80,11 @@ def send_refused(task: KeyedTask, args: Any, kwargs: Any, celerys: Any, named: M
     names = ("task_id", "producer", "link", "link_error", "shadow")
     options = {**task._get_exec_options(), **dict(zip(names, celerys, strict=True)), **given}
     keyed = {KEY_HEADER: named["idempotency_key"], TENANT_HEADER: named["tenant"]}
-    headers = options.pop("headers", None) or {}
-    options["headers"] = {**headers, **{name: f"{value}" for name, value in keyed.items() if value is not None}}
+    own = options.pop("headers", None) or {}
+    headers = harmless_headers(own) | {name: f"{value}" for name, value in keyed.items() if value is not None}
+    if refused := refused_headers(own):  # they would decide which task runs, and where
+        headers[REFUSED_HEADER] = refused
+    options["headers"] = headers
     options |= {"serializer": "json", "argsrepr": "()", "kwargsrepr": "{}"}
     with signed_calls.signing(task.app):
         return task.app.send_task(task.name, args, kwargs, task_type=task, result_cls=task.AsyncResult, **options)

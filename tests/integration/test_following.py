@@ -58,6 +58,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], list[str | None]]] = {
     "no key": (lambda: b.returning.s(), ["missing_key"]),
     "the arguments do not fit": (lambda: b.deposit.si(), ["invalid_arguments"]),
     "it would expire": (lambda: b.deposit.si("next").set(expires=60), [None]),
+    "a header decides which task runs": (
+        lambda: b.deposit.s().set(headers={"task": b.returning.name, "CC": ["elsewhere"]}, idempotency_key="follows"),
+        ["invalid_header"],
+    ),
     "one of a group": (lambda: group(b.returning.s(), b.deposit.si("next")), ["missing_key", None]),
     "the first of a chain": (lambda: b.returning.s() | b.deposit.si("next"), ["missing_key"]),
 }

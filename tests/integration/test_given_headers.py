@@ -1,29 +1,70 @@
-"""Headers of a caller that have the name of something in Celery's body."""
+"""Headers of a caller that decide over its message: for Celery, or for RabbitMQ."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import kombu
 import pytest
 from celery import Celery
-from sqlalchemy import Engine
+from sqlalchemy import Engine, text
 
 from idempotency.application import close_runtime
+from idempotency.broker.channel import declare_queues
 from idempotency.errors import InvalidArguments
 from idempotency.letters.examine import examine
+from idempotency.queues import dead_letter_queues
+from idempotency.relay.relay import Relay
 from tests.support import bank as b
+from tests.support import queues
 from tests.support.tasks import transactional
 
+OF_CELERY, OF_RABBITMQ = "is a field of Celery's message", "has RabbitMQ copy the message"
+DECIDING = {
+    **dict.fromkeys(["task", "chain", "chord", "taskset", "called_directly"], OF_CELERY),
+    **dict.fromkeys(["CC", "BCC"], OF_RABBITMQ),
+}
 
-@pytest.mark.parametrize("name", ["chain", "chord", "taskset", "called_directly"])
-def test_what_a_worker_would_refuse_is_refused_where_it_is_given(bank: Celery, engine: Engine, name: str) -> None:
-    with (
-        transactional(engine).begin() as caller,
-        pytest.raises(InvalidArguments, match=f"headers: '{name}' is a field of Celery's message"),
+
+@pytest.mark.parametrize("name", DECIDING)
+def test_what_decides_over_a_message_is_refused_where_it_is_given(bank: Celery, engine: Engine, name: str) -> None:
+    given = {name: "ethereum"}
+    follows: Any = b.deposit.s().set(headers=given, idempotency_key="follows")
+    refused = pytest.raises(InvalidArguments, match=f"^headers: '{name}' {DECIDING[name]}$")
+    with transactional(engine).begin() as caller, refused:
+        b.deposit.enqueue(caller, "a", headers=given)
+    for options in (
+        {"headers": given},
+        {"link": follows},
+        {"link": follows.clone(immutable=True)},
+        {"link_error": follows},
     ):
-        b.deposit.enqueue(caller, "a", headers={name: "ethereum"})
+        with refused:
+            b.deposit.apply_async(("a",), **options)
+
+
+def test_no_stored_message_is_copied_to_other_queues(bank: Celery, engine: Engine, relays: Callable[[], Relay]) -> None:
+    """An earlier version stored such a header."""
+    queue = bank.amqp.queues[bank.conf.task_default_queue]
+    name = f"of-another-application-{queue.name}"
+    with bank.connection_for_write() as connection:
+        channel = declare_queues(connection, [*dead_letter_queues([queue]), queue])
+        channel.queue_declare(name, durable=True, auto_delete=False)
+        channel.queue_bind(name, queue.exchange.name, name)
+        with transactional(engine).begin() as caller:
+            b.deposit.enqueue(caller, "a1", headers={"C": [name], "BC": [name]})
+            caller.execute(
+                text(
+                    """UPDATE idempotency.outbox SET message = replace(replace(message, '"C":', '"CC":'), '"BC":', '"BCC":')"""
+                )
+            )
+        assert relays().run_once().published == 1
+        copy = channel.basic_get(name)
+        channel.queue_delete(name)
+    assert copy is None
+    assert len(queues.drained(bank)) == 1
 
 
 @pytest.mark.parametrize(("is_in_body", "reason"), [(True, None), (False, "unsigned")])

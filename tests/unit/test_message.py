@@ -322,8 +322,12 @@ def test_a_route_without_a_queue_is_taken_as_it_is(app: Celery) -> None:
 
 
 def test_nested_headers_are_read_too_except_ours() -> None:
-    nested = {"trace": "nested", "baggage": "b", KEY_HEADER: "nested"}
-    assert all_headers({"headers": nested, "trace": "t"}) == {"trace": "t", "baggage": "b", "headers": nested}
+    nested = {"trace": "nested", "baggage": "b", KEY_HEADER: "nested", "CC": ["elsewhere"]}
+    assert all_headers({"headers": nested, "trace": "t", "CC": ["elsewhere"]}) == {
+        "trace": "t",
+        "baggage": "b",
+        "headers": nested,
+    }
     assert all_headers({"trace": "t", "headers": None}) == {"trace": "t", "headers": None}
 
 
