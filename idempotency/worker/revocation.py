@@ -41,6 +41,10 @@ class Request(request.Request):
         # code that passes these headers on does not mean the key in them: see `senders_headers`
         self._request_dict["headers"] = {VERSION_HEADER: MESSAGE_VERSION} | received
 
+    def info(self, safe: bool = False) -> Any:
+        """What remote control shows, `celery inspect active` and Flower's pages: never arguments."""
+        return super().info(safe=True)
+
     def revoked(self) -> bool:
         super().revoked()
         return bool(self._already_revoked)

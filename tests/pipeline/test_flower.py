@@ -96,6 +96,25 @@ def test_flower_shows_workers_tasks_and_keys_but_no_arguments_or_results(
         assert secret not in client.get("/api/tasks").text
 
 
+def test_neither_flower_nor_remote_control_shows_arguments_of_what_runs_or_waits(
+    bank: Celery, processes: Processes
+) -> None:
+    processes.worker("--concurrency", "1", "--prefetch-multiplier", "4")
+    running, waiting = uuid4().hex, uuid4().hex
+    bank_module.slow_deposit.apply_async((running, 15.0), idempotency_key="k1")
+    bank_module.returning.apply_async((waiting,), idempotency_key="k2")
+    inspect = bank.control.inspect(timeout=5, limit=1)
+    eventually(lambda: "idempotency-key=k1" in f"{inspect.active()}", what="the running task")
+    eventually(lambda: "idempotency-key=k2" in f"{inspect.reserved()}", what="the waiting task")
+    shown = [f"{inspect.active()}", f"{inspect.reserved()}"]
+    with flower(processes.environment) as url, httpx.Client(base_url=url, auth=CREDENTIALS, timeout=30) as client:
+        (name,) = eventually(lambda: client.get("/api/workers?refresh=1").json(), what="workers")
+        shown.append(client.get("/api/workers", params={"workername": name, "refresh": "1"}).text)
+        assert "idempotency-key=k1" in shown[-1]
+        shown.append(client.get(f"/worker/{name}").text)
+    assert not any(secret in each for secret in (running, waiting) for each in shown)
+
+
 def test_flower_follows_tasks_with_a_user_that_may_do_nothing_else(
     environment: dict[str, str],
     servers: services.Services,
