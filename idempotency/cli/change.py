@@ -19,7 +19,7 @@ from ..framework import framework
 from ..operate.cancel import cancel
 from ..operate.change import Change, Shown, find, read
 from ..operate.forget import forget_process
-from ..operate.money import any_moves_money
+from ..operate.money import service_moves_money
 from ..operate.release import release
 from ..operate.rename import rename_service
 from ..operate.resolve import resolve_effect, resolve_effect_of_saga
@@ -120,7 +120,11 @@ def rename(
     """Give what an application had under its old name to this one. Stop all processes of the old name first."""
     celery = application(app)
     change = proven_if(
-        celery, Change(actor, reason), lambda _: any_moves_money(celery), action="rename-service", what=old
+        celery,
+        Change(actor, reason),
+        lambda connection: service_moves_money(celery, connection, old),
+        action="rename-service",
+        what=old,
     )
     renamed = rename_service(celery, old, new, change)
     if as_json:

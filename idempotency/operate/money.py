@@ -1,7 +1,7 @@
 """Operations that move money: a person changes them only with a token that proves who they are.
 
-A task declares it by `moves_money=True`. A saga moves money if it declares it, or if a task does that it has called or is undone by.
-A task that this application does not know counts as moving money.
+A task declares it by `moves_money=True`. A saga moves money if it declares it, or if a task does that it has called or is undone by;
+then so does what it has called, whose end may have it undone. A task that this application does not know counts as moving money.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from celery import Celery
 from sqlalchemy import Connection
 
 from ..errors import NotAuthenticated
-from ..store import letter_operations, saga_reading
+from ..store import letter_operations, renaming, saga_reading
 from ..store.outbox import EXTERNAL
 from ..wire.keys import OperationId
 from .change import Change, called
@@ -26,10 +26,10 @@ def moves_money(app: Celery, connection: Connection, id: OperationId) -> bool:
     return any(_moves(app, task) for task in (id.task, *saga_reading.tasks_of(connection, id)))
 
 
-def any_moves_money(app: Celery) -> bool:
-    """Whether any task of this application moves money."""
+def service_moves_money(app: Celery, connection: Connection, service: str) -> bool:
+    """Whether anything stored for the application `service` moves money, as far as this one knows."""
     app.loader.import_default_modules()
-    return any(_moves(app, name) for name in app.tasks)
+    return any(_moves(app, task) for task in renaming.tasks_of(connection, service))
 
 
 def letters_move_money(app: Celery, connection: Connection, letters: Sequence[int]) -> bool:

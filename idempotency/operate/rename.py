@@ -8,22 +8,23 @@ from ..application import runtime_of
 from ..errors import ChangeRefused, NotAuthenticated
 from ..store import renaming
 from .change import Change, audit
-from .money import NEEDS_TOKEN, any_moves_money
+from .money import NEEDS_TOKEN, service_moves_money
 
 
 def rename_service(app: Celery, old: str, new: str, change: Change) -> dict[str, int]:
     """Give the records, outbox rows, lanes and dead letters of the application `old` to this one, which is called `new`.
 
     Returns how many of each. Many short transactions, each with its audit row: if it is interrupted, repeat it. Raises
-    `NotAuthenticated` if a task moves money and the person is not verified, and `ChangeRefused` while a process of `old` is running, since it would go on to write under that name, and unless `new`
+    `NotAuthenticated` if a task of theirs moves money and the person is not verified, and `ChangeRefused` while a process of `old` is running, since it would go on to write under that name, and unless `new`
     is this application's name. A web server is known by its requests only.
     """
     runtime = runtime_of(app)
     settings = runtime.settings
     if new != settings.service or old == new:
         raise ChangeRefused(f"NEW: must be this application's name, {settings.service!r}, and OLD another; got {new!r}")
-    if not change.is_verified and any_moves_money(app):
-        raise NotAuthenticated(f"{old}: {NEEDS_TOKEN}")
+    with runtime.autocommit() as connection:
+        if not change.is_verified and service_moves_money(app, connection, old):
+            raise NotAuthenticated(f"{old}: {NEEDS_TOKEN}")
     renamed, tables, after = dict.fromkeys(renaming.TABLES, 0), list(renaming.TABLES), None
     while tables:
         with runtime.engine.begin() as connection:

@@ -40,6 +40,13 @@ WITH page AS MATERIALIZED (
 SELECT {keys}, (SELECT count(*) FROM renamed) AS renamed FROM page ORDER BY {descending} LIMIT 1
 """
 
+_TASKS = """
+SELECT task FROM idempotency.records WHERE service = %(service)s
+UNION SELECT task FROM idempotency.outbox WHERE service = %(service)s
+UNION SELECT task FROM idempotency.sagas WHERE service = %(service)s
+UNION SELECT coalesce(task, header_task, '') FROM idempotency.dead_letters WHERE consumer_service = %(service)s
+"""
+
 _ALIVE = """
 SELECT kind, name FROM idempotency.processes
 WHERE service = %(service)s AND seen_at > clock_timestamp() - make_interval(secs => %(silence)s) ORDER BY kind, name
@@ -49,6 +56,11 @@ _ANSWERED = f"""
 SELECT EXISTS (SELECT FROM idempotency.records WHERE service = %(service)s AND task = '{HTTP_TASK}'
                AND updated_at > clock_timestamp() - make_interval(secs => %(silence)s))
 """
+
+
+def tasks_of(connection: Connection, service: str) -> Sequence[str]:
+    """The tasks of all that is stored for `service`; of a letter without one, what is empty."""
+    return connection.exec_driver_sql(_TASKS, {"service": service}).scalars().all()
 
 
 def alive(connection: Connection, service: str, *, silence: float) -> Sequence[Row[Any]]:

@@ -30,14 +30,22 @@ SELECT id, tenant, task AS type, key, service, observed, generation, entity_id, 
 FROM idempotency.sagas g WHERE {ROW}
 """
 
-_TASKS = f"""
-WITH RECURSIVE family(saga_id) AS (
-    SELECT id FROM idempotency.sagas WHERE {ROW} AND NOT observed
+# Upwards to the sagas that have called an operation, which its end may have undone; from each of those, all that is below.
+_TASKS = """
+WITH RECURSIVE above(tenant, task, key) AS (
+    SELECT %(tenant)s::text, %(task)s::text, %(key)s::text
     UNION
-    SELECT g.id FROM family f JOIN idempotency.saga_steps s USING (saga_id)
+    SELECT g.tenant, g.task, g.key FROM above a
+    JOIN idempotency.saga_steps s ON (s.tenant, s.call_task, s.call_key) = (a.tenant, a.task, a.key)
+    JOIN idempotency.sagas g ON g.id = s.saga_id AND NOT g.observed
+), family(saga_id, task) AS (
+    SELECT g.id, g.task FROM above JOIN idempotency.sagas g USING (tenant, task, key) WHERE NOT g.observed
+    UNION
+    SELECT g.id, g.task FROM family f JOIN idempotency.saga_steps s USING (saga_id)
     JOIN idempotency.sagas g ON (g.tenant, g.task, g.key) = (s.tenant, s.call_task, s.call_key) AND NOT g.observed
 )
-SELECT DISTINCT named.task FROM family JOIN idempotency.saga_steps s USING (saga_id),
+SELECT task FROM family UNION
+SELECT named.task FROM family JOIN idempotency.saga_steps s USING (saga_id),
     LATERAL (VALUES (s.call_task), (s.undo)) named(task) WHERE named.task IS NOT NULL
 """
 
@@ -251,5 +259,8 @@ def _event(row: Row[Any], with_payload: bool) -> dict[str, Any]:
 
 
 def tasks_of(connection: Connection, id: OperationId) -> Sequence[str]:
-    """The tasks that a saga has called or is undone by, and those of the sagas that it has called. None of an operation."""
+    """The tasks that a saga has called or is undone by, also of sagas below it, and of those that have called the operation.
+
+    None of an operation that no saga has called.
+    """
     return connection.exec_driver_sql(_TASKS, named(id)).scalars().all()

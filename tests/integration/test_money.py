@@ -236,14 +236,29 @@ def test_a_bulk_replay_counts_what_was_declined_and_asks_once(
     assert {letter.status for letter in op.dead_letters(connection)} == {left}
 
 
-def test_an_application_is_not_renamed_without_a_token_if_it_moves_money(
-    bank: Celery,
-    deliveries: Deliveries,
-    connection: Connection,
-    charge: Any,
+@pytest.mark.parametrize("is_known", [True, False])
+def test_an_application_is_not_renamed_without_a_token_if_what_it_has_moves_money(
+    ask: Ask, bank: Celery, deliveries: Deliveries, connection: Connection, charge: Any, is_known: bool
 ) -> None:
+    """A name alone gives an application that knows none of its tasks no money of another."""
     deliveries.deliver(charge, "c1", "unknown")
     connection.execute(text("UPDATE idempotency.records SET service = 'shop'"))
     connection.execute(text("UPDATE idempotency.dead_letters SET consumer_service = 'shop'"))
-    with pytest.raises(NotAuthenticated):
-        rename_service(bank, "shop", "bank", Change("ann", "because"))
+    if not is_known:
+        bank.tasks.pop(charge.name)
+    try:
+        with pytest.raises(NotAuthenticated, match=f"^shop: {NEEDED}$"):
+            rename_service(bank, "shop", "bank", Change("ann", "because"))
+        assert NEEDED in ask("rename-service", "shop", "bank", "--reason", "r").error
+        assert connection.execute(text("SELECT service FROM idempotency.records")).scalars().all() == ["shop"]
+        assert ask("rename-service", "shop", "bank", "--reason", "r", who="ann").status == 0
+    finally:
+        bank.tasks.register(charge)
+
+
+def test_an_application_that_has_moved_no_money_is_renamed_without_a_token(
+    bank: Celery, deliveries: Deliveries, connection: Connection, charge: Any
+) -> None:
+    deliveries.deliver(b.deposit, "a1")
+    connection.execute(text("UPDATE idempotency.records SET service = 'shop'"))
+    assert rename_service(bank, "shop", "bank", Change("ann", "because"))["records"] == 1

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from sqlalchemy import text
 
-from idempotency import EffectUnknown, IdempotentTask
+from idempotency import Defer, EffectUnknown, IdempotentTask
 from idempotency.operate.change import Change
 from idempotency.operate.people import add_operator
 from idempotency.sagas import saga
@@ -109,6 +109,47 @@ def test_an_effect_of_a_saga_that_moves_money_is_resolved_with_a_token(
     assert ask(*resolving, is_ann=True).status == 0
     stage.run()
     assert stage.saga("r1").status == "FAILED"
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_what_a_saga_that_moves_money_has_called_is_cancelled_with_a_token(
+    stage: Stage, ask: Callable[..., Answer], depth: int
+) -> None:
+    """The end of a call has the saga undone, and so refunded."""
+    moving = {"base": IdempotentTask, "bind": True, "shared": False, "moves_money": True}
+
+    @stage.app.task(name="charge", **moving)
+    def charge(self: IdempotentTask, id: str) -> str:
+        return enter(self.session, f"charge:{id}")
+
+    @stage.app.task(name="refund", **moving)
+    def refund(self: IdempotentTask, id: str) -> str:
+        return enter(self.session, f"refund:{id}")
+
+    @stage.app.task(base=IdempotentTask, bind=True, name="pack", shared=False, key="{id}")
+    def pack(self: IdempotentTask, id: str) -> None:
+        raise Defer(3600, "the warehouse is closed")
+
+    @saga("packing", key="{id}", app=stage.app)
+    def packing(saga: Any, id: str) -> Any:
+        saga.call(pack, id)
+
+    @saga("paying", key="{id}", app=stage.app)
+    def paying(saga: Any, id: str) -> Any:
+        saga.call(charge, id, undo=refund)
+        saga.call({1: pack, 2: packing}[depth], id)
+
+    stage.enqueue(paying, "r1")
+    stage.run()
+    with stage.engine.connect() as connection:
+        key = connection.execute(text("SELECT key FROM idempotency.records WHERE task = 'pack'")).scalar_one()
+    refused = ask("cancel", key, is_ann=False)
+    assert (refused.status, f"pack {key}: {NEEDED}" in refused.error) == (1, True)
+    stage.run()
+    assert stage.accounts() == ["charge:r1"]
+    assert ask("cancel", key, is_ann=True).status == 0
+    stage.run()
+    assert [each.split(":")[0] for each in stage.accounts()] == ["charge", "refund"]
 
 
 def test_a_saga_that_moves_none_is_changed_without_a_token(stage: Stage, ask: Callable[..., Answer]) -> None:
