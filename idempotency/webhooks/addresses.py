@@ -43,6 +43,8 @@ _NOT_PUBLIC = tuple(
         "3fff::/20",  # documentation
     )
 )
+# The 32 bits before an IPv4 address that ISATAP takes out of an IPv6 one (RFC 5214).
+_ISATAP = (0x0000_5EFE, 0x0200_5EFE)
 # Everything else of IPv6 is local, reserved, or has an IPv4 address inside (::ffff:0:0/96, 64:ff9b::/96).
 _GLOBAL_UNICAST = IPv6Network("2000::/3")
 
@@ -114,8 +116,11 @@ def look_up(host: str, port: int) -> list[Address]:
 
 def is_public(address: Address) -> bool:
     """Whether this address means the same machine everywhere on the internet."""
-    if isinstance(address, IPv6Address) and (address not in _GLOBAL_UNICAST or address.scope_id is not None):
-        return False
+    if isinstance(address, IPv6Address):
+        if address not in _GLOBAL_UNICAST or address.scope_id is not None:
+            return False
+        if int(address) >> 32 & 0xFFFF_FFFF in _ISATAP:
+            return False
     if address.is_multicast or address.is_reserved or not address.is_global:
         return False
     return not any(address in network for network in _NOT_PUBLIC)
