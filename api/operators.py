@@ -13,12 +13,13 @@ from sqlalchemy.exc import SQLAlchemyError
 from starlette.concurrency import run_in_threadpool
 
 from idempotency.application import runtime_of
-from idempotency.errors import InvalidArguments, NotAuthenticated
+from idempotency.errors import IdempotencyError, InvalidArguments, NotAuthenticated
 from idempotency.http.asgi import Application, Message, Receive, Scope, Send
 from idempotency.http.body import strict_json
 from idempotency.http.key import checked_key
 from idempotency.http.problems import Answer, Refused, problem, refused
 from idempotency.http.request import Limits, Request, read
+from idempotency.observe.logs import log
 from idempotency.operate import people
 from idempotency.operate.people import Person
 from idempotency.store import tenants
@@ -26,7 +27,7 @@ from tasks import app as celery
 
 from .callers import bearer, path_of
 from .limits import RateLimit
-from .problems import failure, unauthenticated
+from .problems import MISCONFIGURED, failure, unauthenticated
 
 PATH = "/admin/dead-letters"
 LIMITS = Limits(1024 * 1024, ("application/json",))
@@ -106,6 +107,9 @@ class Operators:
             await error.answer(scope, receive, send)
         except SQLAlchemyError as error:
             await failure(error)(scope, receive, send)
+        except IdempotencyError as error:  # a file of people that cannot be read, say
+            log.error("operator_not_identified", error=str(error))
+            await MISCONFIGURED(scope, receive, send)
         else:
             await self.app(scope, receive, send)
 

@@ -39,7 +39,7 @@ MISCONFIGURED = problem(
     500,
     "misconfigured",
     "The server is not set up",
-    "It lacks a table or a right in its database. Its log says which; `python -m tasks.migrate` may not have run.",
+    "It lacks a table or a right in its database, or a setting is wrong. Its log says which; `python -m tasks.migrate` may not have run.",
 )
 NOT_FOUND = problem(404, "not_found", "Not found", "There is nothing here for these credentials.")
 _MEANINGS = {

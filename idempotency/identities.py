@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import stat
 import tomllib
 import unicodedata
@@ -19,7 +20,7 @@ from http.client import HTTPException
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, StringConstraints, TypeAdapter, ValidationError
 
 from .errors import NotAuthenticated, SettingsError
 from .extras import extra
@@ -35,6 +36,7 @@ GROUPS: dict[str, Role] = {"idempotency-admin": "admin", "idempotency-operator":
 ALGORITHMS = ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA")
 # Seconds for which clocks may differ, for which the issuer's answer is waited for, and for which its keys are kept.
 LEEWAY, PATIENCE, KEPT = 30.0, 5.0, 300.0
+OTHERS = stat.S_IWGRP | stat.S_IWOTH
 # Characters; an ID token has about a thousand.
 TOKEN_LIMIT = 16 * 1024
 
@@ -54,7 +56,13 @@ class Known(BaseModel):
         return self.until is not None and datetime.now(UTC).date() > self.until
 
 
-_FILE = TypeAdapter(dict[Annotated[str, Field(min_length=1, max_length=255, pattern=r"\S")], Known])
+_FILE = TypeAdapter(dict[str, Known])
+NAME = "1 to 255 printable characters"
+# What no screen shows: Unicode's Default_Ignorable_Code_Point, which Python's tables do not have.
+_IGNORABLE = re.compile(
+    "[\u00ad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f\u202a-\u202e\u2060-\u206f\u3164\ufe00-\ufe0f\ufeff"
+    "\uffa0\ufff0-\ufff8\U0001bca0-\U0001bca3\U0001d173-\U0001d17a\U000e0000-\U000e0fff]"
+)
 
 
 def token_hash(token: str) -> str:
@@ -64,8 +72,14 @@ def token_hash(token: str) -> str:
 
 
 def looks_like(name: str) -> str:
-    """A form that is equal for names which differ only in case, spaces or Unicode form: they are the same person's."""
-    return " ".join(unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", name).casefold()).split())
+    """A form that is equal for names which differ only in case, spaces, Unicode form or in what is not shown: they are the same person's."""
+    shown = _IGNORABLE.sub("", unicodedata.normalize("NFKC", _IGNORABLE.sub("", name)))
+    return " ".join(unicodedata.normalize("NFKC", shown.casefold()).split())
+
+
+def is_name(name: str) -> bool:
+    """Whether a person may have this name."""
+    return 0 < len(name) <= 255 and name.isprintable() and looks_like(name) != ""
 
 
 def are_outside(settings: Settings) -> bool:
@@ -100,10 +114,12 @@ def known_people(path: Path) -> dict[str, Known]:
         raise SettingsError(f"{field}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
     except ValueError:
         raise SettingsError(f"{field}: is not TOML") from None
+    if not all(map(is_name, people)):
+        raise SettingsError(f"{field}: a name has {NAME}")
     if len({person.token_sha256 for person in people.values()}) < len(people):
         raise SettingsError(f"{field}: two names have the same token")
     if len({looks_like(name) for name in people}) < len(people):
-        raise SettingsError(f"{field}: two names differ only in case, spaces or Unicode form")
+        raise SettingsError(f"{field}: two names differ only in case, spaces, Unicode form or in what is not shown")
     return people
 
 
@@ -123,7 +139,7 @@ def _of_company(settings: Settings, token: str) -> tuple[str, Role]:
     if len(token) > TOKEN_LIMIT:
         raise NotAuthenticated(f"an ID token has at most {TOKEN_LIMIT} characters")
     try:
-        claims: dict[str, Any] = jwt.decode(
+        believed: dict[str, Any] = jwt.decode_complete(
             token,
             _key(settings, token),
             algorithms=list(ALGORITHMS),
@@ -138,11 +154,15 @@ def _of_company(settings: Settings, token: str) -> tuple[str, Role]:
         raise NotAuthenticated("the ID token has expired") from None
     except jwt.PyJWTError as error:  # whose text has parts of the token
         raise NotAuthenticated(f"not an ID token of the issuer for this audience: {type(error).__name__}") from None
-    if isinstance(claims["aud"], list) and len(claims["aud"]) > 1 and claims.get("azp") != settings.oidc_audience:
+    claims = believed["payload"]
+    if f"{believed['header'].get('typ') or 'JWT'}".upper() != "JWT":  # such as at+jwt, RFC 9068
+        raise NotAuthenticated("an access token, or another one, is no ID token: typ")
+    is_for_several = isinstance(claims["aud"], list) and len(claims["aud"]) > 1
+    if (is_for_several or claims.get("azp") is not None) and claims.get("azp") != settings.oidc_audience:
         raise NotAuthenticated("the ID token was made for another client: azp")
     name, groups = claims["sub"], claims.get(settings.oidc_groups, [])
-    if not 0 < len(name.strip()) <= 255 or not name.isprintable():
-        raise NotAuthenticated("sub: 1 to 255 printable characters")
+    if not is_name(name):
+        raise NotAuthenticated(f"sub: {NAME}")
     for group, role in GROUPS.items():
         if group in ([groups] if isinstance(groups, str) else groups if isinstance(groups, list) else []):
             return name, role
@@ -179,16 +199,43 @@ def _client(address: str) -> PyJWKClient:
     return PyJWKClient(address, timeout=PATIENCE, lifespan=KEPT)  # follows no redirects
 
 
+def _is_replaceable(path: Path, owner: int) -> bool:
+    """Whether another user may put a file of theirs at this path, by a directory on the way to it or to where a link leads."""
+    trusted = {0, os.geteuid()}
+    place, left, is_sticky = Path("/"), [*reversed(path.absolute().parts[1:])], False
+    while True:
+        status = place.lstat()
+        # in a directory where all may make files, the owner of one might be whoever came first
+        if status.st_uid not in (trusted if is_sticky else {*trusted, owner}):
+            return True
+        if stat.S_ISLNK(status.st_mode):
+            left += reversed(place.readlink().parts)
+            place = place.parent
+        elif stat.S_ISDIR(status.st_mode):
+            is_sticky = bool(status.st_mode & OTHERS)
+            if is_sticky and not status.st_mode & stat.S_ISVTX:
+                return True
+        if not left:
+            return False
+        name = left.pop()
+        if name == "..":
+            place, is_sticky = place.parent, False
+        else:
+            place /= name  # "/", where a link leads to an absolute path
+
+
 def _read_protected(path: Path, field: str) -> str:
-    """Read a file that only its owner may change. Raises `SettingsError`."""
-    path = path.resolve()
+    """Read a file that only its owner may change or replace. Raises `SettingsError`."""
     try:
         with path.open(encoding="utf-8") as file:
-            mode, parent = os.fstat(file.fileno()).st_mode, path.parent.stat().st_mode
-            if mode & (stat.S_IWGRP | stat.S_IWOTH):
+            status = os.fstat(file.fileno())
+            if status.st_mode & OTHERS:
                 raise SettingsError(f"{field}: others than its owner may write to it: chmod go-w")
-            if parent & (stat.S_IWGRP | stat.S_IWOTH) and not parent & stat.S_ISVTX:
-                raise SettingsError(f"{field}: others than its owner may replace it: chmod go-w the directory")
+            if _is_replaceable(path, status.st_uid):
+                raise SettingsError(
+                    f"{field}: others than its owner may replace it: each directory that leads to it, or to a link on the way, has to be "
+                    "of the owner, of this user or of root; chmod go-w"
+                )
             return file.read()
     except OSError as error:
         raise SettingsError(f"{field}: {error.strerror}") from None

@@ -21,7 +21,8 @@ from ..errors import ChangeRefused, NotAllowed, NotAuthenticated, OperationNotFo
 from ..framework import framework
 from ..identities import Role as Role
 from ..store import people
-from .change import Change, audit
+from ..text import storable
+from .change import REASON_LIMIT, Change, audit
 
 TOKEN_BYTES = 32
 # Where commands read the token: an argument would be in the shell's history and in the list of processes.
@@ -42,10 +43,10 @@ class Person:
 def add_operator(connection: Connection, change: Change, name: str, role: Role, *, days: int) -> str:
     """Add an operator; returns the token, which is stored nowhere. One transaction of the tables' owner, which the caller commits.
 
-    Raises `ChangeRefused` for a name that is taken, looks like another or is too long, or a token that would be valid for over a year.
+    Raises `ChangeRefused` for a name that is taken, looks like another or cannot be one, or a token that would be valid for over a year.
     """
-    if not 0 < len(name.strip()) <= 255:
-        raise ChangeRefused(f"name: 1 to 255 characters, got {len(name)}")
+    if not identities.is_name(name):
+        raise ChangeRefused(f"name: {identities.NAME}, got {len(name)}")
     if not 0 < days <= 366:
         raise ChangeRefused(f"days: a token is valid for 1 to 366 days, got {days}")
     for row in people.operators(connection):
@@ -129,9 +130,10 @@ def _known(connection: Connection, token: str | None) -> tuple[Person | None, st
 
 
 def audit_refusal(connection: Connection, who: str, why: str, *, action: str, letter: int | None = None) -> None:
-    """Record a refusal in the audit table."""
-    details = {"attempted": action} | ({} if letter is None else {"dead_letter": letter})
-    audit(connection, Change(who, why), "refused", None, None, details=details)
+    """Record a refusal in the audit table, of names and reasons of any length their beginning."""
+    details = {"attempted": storable(action)} | ({} if letter is None else {"dead_letter": letter})
+    change = Change(storable(who).strip()[:255] or "unknown", storable(why)[:REASON_LIMIT])
+    audit(connection, change, "refused", None, None, details=details)
 
 
 def check_may_add(runtime: Runtime, *, user: str, as_owner: bool) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -22,6 +23,7 @@ from idempotency.application import close_runtime, runtime_of
 from idempotency.checks.people import check_people
 from idempotency.errors import DiscardRefused, NotAllowed, NotAuthenticated, SettingsError
 from idempotency.operate import discard
+from idempotency.operate.change import REASON_LIMIT
 from idempotency.operate.people import Person, authenticate
 from idempotency.settings import Settings
 from tests.support import bank as b
@@ -148,6 +150,11 @@ def test_a_person_of_the_file_is_known_by_a_token_of_their_own(
         (lambda path: path.write_text("[ann]\nrole = 'owner'"), "ann.role: Input should be 'operator' or 'admin'"),
         (lambda path: path.write_text(PEOPLE.replace(identities.token_hash(BEN), identities.token_hash(ANN))), "same"),
         (lambda path: path.write_text(PEOPLE.replace("[ben]", "[Ann]")), "two names differ only in case"),
+        (lambda path: path.write_text(PEOPLE.replace("[ben]", '["an\u034fn"]')), "two names differ only in case"),
+        (
+            lambda path: path.write_text(PEOPLE.replace("[ben]", '["ann\\u200b"]')),
+            "a name has 1 to 255 printable characters",
+        ),
         (lambda path: path.write_text(PEOPLE.replace(identities.token_hash(BEN), ANN)), "ben.token_sha256: String"),
     ],
 )
@@ -161,6 +168,45 @@ def test_a_file_that_others_may_change_or_that_is_malformed_is_refused(
     settings = Settings(database_url="postgresql+psycopg://h/d", people_file=file)
     (found,) = check_people(settings)
     assert (found.level, found.subject) == ("warning", "idempotency_people_file")
+
+
+def test_a_file_that_others_may_replace_on_the_way_to_it_is_refused(file: Path, tmp_path: Path) -> None:
+    shared, own = tmp_path / "shared", tmp_path / "own"
+    shared.mkdir()
+    own.mkdir()
+    (shared / "below").mkdir(mode=0o755)
+    (shared / "below" / "people.toml").write_text(PEOPLE)
+    (shared / "link.toml").symlink_to(file)
+    (own / "to-link.toml").symlink_to("../shared/link.toml")
+    (own / "below").symlink_to(shared / "below")
+    (own / "link.toml").symlink_to("../people.toml")
+    refused = [
+        shared / "below" / "people.toml",
+        shared / "link.toml",
+        own / "to-link.toml",
+        own / "below" / "people.toml",
+    ]
+    for mode in (0o777, 0o775):
+        shared.chmod(mode)
+        for path in refused:
+            with pytest.raises(SettingsError, match="others than its owner may replace it"):
+                identities.known_people(path)
+        assert set(identities.known_people(own / "link.toml")) == {"ann", "ben"}
+    for mode in (0o1777, 0o755):
+        shared.chmod(mode)
+        for path in refused:
+            assert set(identities.known_people(path)) == {"ann", "ben"}
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+def test_a_file_is_its_owners_and_in_a_shared_directory_this_users(file: Path, tmp_path: Path) -> None:
+    os.chown(file, 12345, 12345)
+    assert set(identities.known_people(file)) == {"ann", "ben"}
+    for sticky, another in ((0o1777, 0), (0o755, 54321)):
+        tmp_path.chmod(sticky)
+        os.chown(tmp_path, another, 0)
+        with pytest.raises(SettingsError, match="others than its owner may replace it"):
+            identities.known_people(file)
 
 
 # ---------------------------------------------------------------- the company
@@ -179,11 +225,13 @@ KEYS = json.dumps(
 )
 
 
-def id_token(key: Any = RSA_KEY, algorithm: str = "RS256", kid: str | None = "1", **claims: Any) -> str:
+def id_token(
+    key: Any = RSA_KEY, algorithm: str = "RS256", kid: str | None = "1", typ: str | None = "JWT", **claims: Any
+) -> str:
     now = time.time()
     payload = {"iss": ISSUER, "aud": AUDIENCE, "sub": "ann", "iat": now, "exp": now + 60} | claims
     payload = {name: value for name, value in payload.items() if value is not None}
-    return jwt.encode(payload, key, algorithm, headers={} if kid is None else {"kid": kid})
+    return jwt.encode(payload, key, algorithm, headers={"typ": typ} | ({} if kid is None else {"kid": kid}))
 
 
 @pytest.fixture
@@ -204,6 +252,8 @@ def test_an_id_token_of_the_company_says_who_somebody_is(company: Any) -> None:
     assert authenticate(company, ben, role="operator", action="discard") == Person("ben", "operator", ISSUER)
     with pytest.raises(NotAllowed, match="needs the role admin"):
         authenticate(company, ben, role="admin", action="approve")
+    for typ in (None, "jwt"):
+        assert authenticate(company, id_token(**ADMIN, typ=typ, azp=AUDIENCE), role="admin", action="approve") == admin
     for_several = id_token(**ADMIN, aud=[AUDIENCE, "other"], azp=AUDIENCE)
     assert authenticate(company, for_several, role="admin", action="approve").role == "admin"
 
@@ -213,11 +263,16 @@ WRONG: dict[str, Any] = {
     "another audience": (lambda: id_token(**ADMIN, aud="shop"), "InvalidAudienceError"),
     "no audience": (lambda: id_token(**ADMIN, aud=None), "MissingRequiredClaimError"),
     "another client": (lambda: id_token(**ADMIN, aud=[AUDIENCE, "shop"], azp="shop"), "another client"),
+    "another client's for this audience": (lambda: id_token(**ADMIN, azp="shop"), "another client"),
+    "the same in a list": (lambda: id_token(**ADMIN, aud=[AUDIENCE], azp="shop"), "another client"),
+    "for several, by no client": (lambda: id_token(**ADMIN, aud=[AUDIENCE, "shop"]), "another client"),
+    "an access token": (lambda: id_token(**ADMIN, typ="at+jwt", client_id="cron"), "is no ID token: typ"),
     "expired": (lambda: id_token(**ADMIN, exp=time.time() - 60), "has expired"),
     "without end": (lambda: id_token(**ADMIN, exp=None), "MissingRequiredClaimError"),
     "of the future": (lambda: id_token(**ADMIN, iat=time.time() + 600), "ImmatureSignatureError"),
     "nobody": (lambda: id_token(**ADMIN, sub=None), "MissingRequiredClaimError"),
     "a name that is none": (lambda: id_token(**ADMIN, sub=" "), "sub: 1 to 255"),
+    "a name that is not shown": (lambda: id_token(**ADMIN, sub="\u3164"), "sub: 1 to 255"),
     "no group": (lambda: id_token(groups=["staff"]), "is in none of the groups"),
     "a key that is not the company's": (lambda: id_token(OTHER_KEY, **ADMIN), "InvalidSignatureError"),
     "a key for other things": (lambda: id_token(OTHER_KEY, kid="3", **ADMIN), "InvalidKeyError"),
@@ -238,6 +293,15 @@ def test_no_other_token_is_believed_and_none_is_repeated(company: Any, connectio
     noted = connection.execute(text("SELECT reason FROM idempotency.audit WHERE action = 'refused'")).scalar_one()
     assert noted == str(refused.value)
     assert token not in noted
+
+
+def test_a_refusal_of_any_length_is_audited(company: Any, connection: Connection) -> None:
+    """255 printable characters, of which the repr is longer than a reason may be."""
+    with pytest.raises(NotAuthenticated, match="is in none of the groups"):
+        authenticate(company, id_token(sub="\\" * 255, groups=[]), role="operator", action="GET /\0")
+    noted = connection.execute(text("SELECT reason FROM idempotency.audit WHERE action = 'refused'")).scalar_one()
+    assert noted.startswith("IDEMPOTENCY_TOKEN: ")
+    assert len(noted) == REASON_LIMIT
 
 
 def test_keys_that_others_may_write_are_not_believed(company: Any) -> None:

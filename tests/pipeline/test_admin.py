@@ -9,6 +9,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
@@ -28,6 +29,7 @@ from idempotency.operate.people import Role, add_operator
 from idempotency.store import schema as tables
 from idempotency.wire.keys import OperationId
 from idempotency.wire.message import Message
+from tests.integration.test_identities import AUDIENCE, ISSUER, KEYS, id_token
 from tests.support import operations as op
 from tests.support.server import api_key
 
@@ -133,6 +135,25 @@ def admin(servers: services.Services) -> Iterator[Admin]:
         with engine.connect() as connection:
             connection.execute(text("UPDATE idempotency.operators SET expires_at = now() WHERE name = 'eve'"))
         yield Admin(create_app(), engine, tokens)
+
+
+@pytest.fixture
+def configure(admin: Admin) -> Iterator[Callable[..., None]]:
+    """Sets the application's settings until the end of the test."""
+    import tasks
+
+    with ExitStack() as stack:
+
+        def change(**settings: str) -> None:
+            for name, value in settings.items():
+                tasks.app.conf[f"idempotency_{name}"] = value
+                stack.callback(tasks.app.conf.changes.pop, f"idempotency_{name}", None)
+                stack.callback(tasks.app.conf.pop, f"idempotency_{name}", None)
+            close_runtime(tasks.app)
+
+        yield change
+        stack.close()
+        close_runtime(tasks.app)
 
 
 # ---------------------------------------------------------------- who may
@@ -263,6 +284,27 @@ def test_guesses_from_one_network_have_to_wait_fill_no_table_and_stop_no_operato
 )
 def test_addresses_that_one_computer_may_choose_from_are_one_network(address: str, network: str) -> None:
     assert network_of(address) == network
+
+
+def test_a_person_of_any_name_without_a_group_is_refused_and_noted(
+    admin: Admin, configure: Callable[..., None], tmp_path: Path
+) -> None:
+    keys = tmp_path / "keys.json"
+    keys.write_text(KEYS)
+    configure(oidc_issuer=ISSUER, oidc_audience=AUDIENCE, oidc_keys=str(keys))
+    before = len(admin.audited("refused"))
+    assert admin.ask("GET", f"{LETTERS}/%00", id_token(sub="\\" * 255)).status_code == httpx.codes.UNAUTHORIZED
+    assert len(admin.audited("refused")) == before + 1
+
+
+def test_a_file_of_people_that_cannot_be_read_is_a_problem_without_its_reason(
+    admin: Admin, configure: Callable[..., None], tmp_path: Path
+) -> None:
+    configure(people_file=str(tmp_path / "people.toml"))
+    answer = admin.ask("GET", LETTERS)
+    assert (answer.status_code, answer.headers["content-type"]) == (500, "application/problem+json")
+    assert answer.json()["type"].endswith("misconfigured")
+    assert "people" not in answer.text
 
 
 def test_beyond_what_is_recorded_one_row_sums_up_the_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
