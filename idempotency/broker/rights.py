@@ -3,7 +3,8 @@
 RabbitMQ has three rights in a virtual host (configure, write, read), each a pattern over the names of queues and
 exchanges alike, and for topic exchanges a pattern over routing keys. Only workers and relays declare queues. Declaring
 one whose dead letters go through the default exchange takes the right to write there, so these two may publish to every
-queue of the virtual host: applications that must not reach each other's need one each.
+queue of the virtual host. The pattern over routing keys does not see those in the headers CC and BCC. So applications
+that must not reach each other's queues need a virtual host each.
 """
 
 from __future__ import annotations
@@ -127,7 +128,8 @@ def _delayed(app: Celery) -> tuple[list[str], list[str]]:
 def _events(app: Celery) -> tuple[Rights, Rights]:
     """Sending Celery's events, among them a worker's signs of life, and listening to them.
 
-    A listener first asks all workers for a sign of life. With remote control off, none of them hears it.
+    A listener first asks all workers for a sign of life, and gives up if it may not. With remote control off, none of
+    them hears it.
     """
     exchange, mailbox = _exact([app.conf.event_exchange, app.control.mailbox.exchange.name])
     queues = rf"{re.escape(app.conf.event_queue_prefix)}\..+"

@@ -12,7 +12,11 @@ import redis
 from amqp import Channel
 from amqp.exceptions import AccessRefused, NotAllowed, NotFound
 from celery import Celery
-from kombu.transport.native_delayed_delivery import MAX_LEVEL, level_name
+from kombu.transport.native_delayed_delivery import (
+    MAX_LEVEL,
+    declare_native_delayed_delivery_exchanges_and_queues,
+    level_name,
+)
 from pydantic import SecretStr
 from redis.exceptions import NoPermissionError, ResponseError
 from sqlalchemy import Engine
@@ -262,6 +266,46 @@ def test_rabbitmq_refuses_what_a_user_does_not_need(bank: Celery, users: Users, 
             else:
                 allowed.append(what)
     assert allowed == []
+
+
+def copying(exchange: str, key: str, to: str) -> Try:
+    """Publish for a key with the headers that name another one."""
+
+    def act(channel: Channel, queue: str) -> None:
+        channel.confirm_select()
+        name, target = (text.replace("{}", queue) for text in (exchange, key))
+        for header in ("CC", "BCC"):
+            message = channel.prepare_message(b"{}", headers={header: [to]})
+            channel.basic_publish_confirm(message, exchange=name, routing_key=target, confirm_timeout=5)
+
+    return act
+
+
+# What no right of RabbitMQ's refuses: docs/rights.md says so.
+ALLOWED: dict[str, tuple[str, Try]] = {
+    "a copy": ("application", copying("{}", "{}", "of-another")),
+    "a copy later": ("beat", copying("celery_delayed_27", "0." * 28 + "{}", "0." * 28 + "of-another")),
+    "deletes dead letters": ("worker", deleting("{}-dead")),
+    "makes a mailbox": ("flower", an_exchange(MAILBOX)),
+}
+
+
+def test_rabbitmq_does_not_refuse_what_the_page_says_it_does_not(
+    bank: Celery, users: Users, environment: dict[str, str]
+) -> None:
+    own, later = bank.amqp.queues[bank.conf.task_default_queue], "celery_delayed_delivery"
+    others = {"copied": (own.exchange.name, "of-another"), "copied-later": (later, "#.of-another")}
+    with bank.connection_for_write(environment["BROKER_URL"]) as connection:
+        declare_native_delayed_delivery_exchanges_and_queues(connection, "quorum")
+        channel = declare_queues(connection, all_queues(bank))
+        channel.queue_bind(own.name, later, f"#.{own.routing_key}")
+        for name, (exchange, key) in others.items():
+            channel.queue_declare(name, durable=True, auto_delete=False)
+            channel.queue_bind(name, exchange, key)
+        for kind, act in ALLOWED.values():
+            with users.connected(bank, kind) as as_user:
+                act(as_user.channel(), own.name)
+        assert [channel.queue_declare(name, passive=True).message_count for name in others] == [2, 2]
 
 
 def test_the_users_are_in_their_virtual_host_only(bank: Celery, users: Users) -> None:
