@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from celery import Celery
 from sqlalchemy import Connection
 
+from ..application import runtime_of
 from ..errors import NotAuthenticated
 from ..store import letter_operations, renaming, saga_reading
 from ..store.outbox import EXTERNAL
@@ -48,6 +49,13 @@ def check_verified(app: Celery, connection: Connection, id: OperationId, change:
     """Raise `NotAuthenticated` for a change of what moves money by a person who has not proved who they are."""
     if not change.is_verified and moves_money(app, connection, id):
         raise NotAuthenticated(f"{called(id)}: {NEEDS_TOKEN}")
+
+
+def check_verified_for(app: Celery, service: str, change: Change) -> None:
+    """The same for a change of all that is stored for the application `service`."""
+    with runtime_of(app).autocommit() as connection:
+        if not change.is_verified and service_moves_money(app, connection, service):
+            raise NotAuthenticated(f"{service}: {NEEDS_TOKEN}")
 
 
 def _moves(app: Celery, name: str) -> bool:

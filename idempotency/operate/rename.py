@@ -5,10 +5,10 @@ from __future__ import annotations
 from celery import Celery
 
 from ..application import runtime_of
-from ..errors import ChangeRefused, NotAuthenticated
+from ..errors import ChangeRefused
 from ..store import renaming
 from .change import Change, audit
-from .money import NEEDS_TOKEN, service_moves_money
+from .money import check_verified_for
 
 
 def rename_service(app: Celery, old: str, new: str, change: Change) -> dict[str, int]:
@@ -22,9 +22,7 @@ def rename_service(app: Celery, old: str, new: str, change: Change) -> dict[str,
     settings = runtime.settings
     if new != settings.service or old == new:
         raise ChangeRefused(f"NEW: must be this application's name, {settings.service!r}, and OLD another; got {new!r}")
-    with runtime.autocommit() as connection:
-        if not change.is_verified and service_moves_money(app, connection, old):
-            raise NotAuthenticated(f"{old}: {NEEDS_TOKEN}")
+    check_verified_for(app, old, change)
     renamed, tables, after = dict.fromkeys(renaming.TABLES, 0), list(renaming.TABLES), None
     while tables:
         with runtime.engine.begin() as connection:
