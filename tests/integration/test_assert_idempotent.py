@@ -103,6 +103,7 @@ def test_a_step_an_effect_and_a_session_are_idempotent_together(
     assert "the COMMIT of a step carried out, and its answer lost" in checked.scenarios
 
 
+@pytest.mark.long
 def test_what_is_enqueued_and_published_in_the_session_is_idempotent(
     define: Callable[..., Any], assert_idempotent: Any, bank: Celery, engine: Engine
 ) -> None:
@@ -237,6 +238,7 @@ def test_a_call_outside_of_an_effect_is_found_by_its_second_time(
     assert "a call outside self.effect" in said
 
 
+@pytest.mark.long
 def test_a_call_outside_of_an_effect_is_found_even_under_one_key(
     define: Callable[..., Any], report: Callable[..., Any], call: Callable[..., Any]
 ) -> None:
@@ -272,6 +274,7 @@ def test_a_random_key_outside_is_found(
     assert "calls.key" in said
 
 
+@pytest.mark.long
 def test_an_effect_whose_name_changes_with_the_attempt_is_found(
     define: Callable[..., Any], report: Callable[..., Any], call: Callable[..., Any]
 ) -> None:
@@ -333,6 +336,7 @@ def test_a_key_that_differs_with_each_call_is_found(
     assert "made from the clock, a random value or a counter" in said
 
 
+@pytest.mark.long
 def test_a_message_sent_past_the_outbox_is_found(define: Callable[..., Any], report: Callable[..., Any]) -> None:
     def sending(self: Any, name: str) -> None:
         deposit.delay(f"{name}/next")
@@ -344,6 +348,7 @@ def test_a_message_sent_past_the_outbox_is_found(define: Callable[..., Any], rep
     assert "delay() or apply_async() in the body" in said
 
 
+@pytest.mark.long
 def test_a_message_enqueued_in_a_separate_session_is_found(
     define: Callable[..., Any], report: Callable[..., Any], own_engine: Engine
 ) -> None:
@@ -584,6 +589,7 @@ def test_a_transaction_left_open_in_the_test_is_said(
             assert_idempotent(deposit, "a", tables=["entries"])
 
 
+@pytest.mark.long
 def test_an_error_of_the_body_is_an_outcome_like_any_other(
     define: Callable[..., Any], report: Callable[..., Any], own_engine: Engine
 ) -> None:

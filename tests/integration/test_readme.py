@@ -217,6 +217,7 @@ def test_the_alert_task_finds_nothing_to_tell(adopted: Application) -> None:
     assert adopted.app.conf.beat_schedule["alert"]["task"] in adopted.app.tasks
 
 
+@pytest.mark.long
 def test_the_example_of_a_test_passes(
     adopted: Application,
     assert_idempotent: AssertIdempotent,

@@ -438,6 +438,7 @@ def test_a_pipe_gets_a_row_on_a_line(run: Run, deliveries: Deliveries) -> None:
     assert "completed" in line
 
 
+@pytest.mark.long
 def test_a_terminal_of_80_columns_gets_a_line_for_each_column(
     environment: dict[str, str], deliveries: Deliveries
 ) -> None:

@@ -199,6 +199,7 @@ def test_an_unusable_file_or_option_is_one_line_and_nothing_is_started(options: 
     assert message in errors
 
 
+@pytest.mark.long
 def test_an_interrupted_run_leaves_no_process_and_no_directory(tmp_path: Path) -> None:
     started = time.time()
     environment = {"TMPDIR": str(tmp_path)}

@@ -75,6 +75,7 @@ def command_lines() -> str:
     return "\n".join(found)
 
 
+@pytest.mark.long
 @pytest.mark.direct
 def test_no_secret_and_no_row_is_shown_anywhere(environment: dict[str, str], engine: Engine, tmp_path: Path) -> None:
     with receiving() as receiver:

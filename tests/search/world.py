@@ -26,7 +26,7 @@ from kombu import Message as BrokerMessage
 from kombu.serialization import prepare_accept_content
 from psycopg import sql
 from psycopg.rows import namedtuple_row
-from sqlalchemy import create_engine
+from sqlalchemy import create_engine, text
 from sqlalchemy.engine import make_url
 from sqlalchemy.orm import Session
 
@@ -84,6 +84,26 @@ CREATE SCHEMA virtual;
 CREATE SEQUENCE virtual.seconds START 100000000;
 CREATE FUNCTION virtual.clock_timestamp() RETURNS timestamptz LANGUAGE sql VOLATILE AS
     'SELECT pg_catalog.clock_timestamp() + make_interval(secs => last_value) FROM virtual.seconds';
+"""
+# Migrations run by a path of their own, and so do the functions that they make.
+USE_CLOCK = """
+DO $$
+DECLARE
+    ours regprocedure;
+    place record;
+BEGIN
+    FOR ours IN SELECT oid FROM pg_proc WHERE pronamespace = 'idempotency'::regnamespace LOOP
+        EXECUTE format('ALTER FUNCTION %s SET search_path = virtual, pg_catalog, pg_temp', ours);
+    END LOOP;
+    FOR place IN
+        SELECT d.adrelid::regclass AS of_table, a.attname AS name FROM pg_attrdef d
+        JOIN pg_attribute a ON (a.attrelid, a.attnum) = (d.adrelid, d.adnum)
+        JOIN pg_class c ON c.oid = d.adrelid AND c.relnamespace = 'idempotency'::regnamespace
+        WHERE pg_get_expr(d.adbin, d.adrelid) IN ('clock_timestamp()', 'pg_catalog.clock_timestamp()')
+    LOOP
+        EXECUTE format('ALTER TABLE %s ALTER %I SET DEFAULT virtual.clock_timestamp()', place.of_table, place.name);
+    END LOOP;
+END $$
 """
 # The witness of every write to a record that another attempt held, under the fence that this holder has.
 WITNESS = """
@@ -518,6 +538,7 @@ def opened(database_url: str) -> Iterator[World]:
     engine = create_engine(database_url)
     schema.migrate(engine)
     with engine.begin() as connection:
+        connection.execute(text(USE_CLOCK))
         connection.exec_driver_sql(application.TABLES)
         # each schedule begins with an empty table
         connection.exec_driver_sql("ALTER TABLE idempotency.audit DISABLE TRIGGER USER")

@@ -53,6 +53,7 @@ def test_both_kinds_of_program_are_there() -> None:
     assert {name for name, _ in expected(1)} == {"django_rejected.py", "rejected.py"}
 
 
+@pytest.mark.long
 @pytest.mark.timeout(BOUND + 60)
 def test_mypy_keeps_the_types_of_a_task_and_refuses_wrong_calls(application: Path) -> None:
     command = [sys.executable, "-m", "mypy", "--strict", "--output", "json", "--config-file", ""]

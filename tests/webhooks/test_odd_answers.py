@@ -120,6 +120,7 @@ def test_waiting_for_another_attempt_uses_up_no_delivery(
     assert {each.status for each in rows("deliveries")} == {"waiting"}
 
 
+@pytest.mark.long
 def test_names_that_hang_hold_up_no_other_endpoint(
     receiver: Receiver,
     sender: Sender,
