@@ -46,18 +46,22 @@ def run(
     body: Body,
     patiently: Patience = at_once,
     new_attempt: Callable[[Runtime, Claimed, Delivery, Policy], Attempt] = Attempt,
+    token: str | None = None,
 ) -> Outcome:
     """Claim the operation, run its body and commit the result; or answer from its record without running anything.
 
     `patiently` asks Postgres for as long as the caller can wait. Exceptions of the body are outcomes. Raises what
     `patiently` raises, the exception that ends the process (`SystemExit`, `KeyboardInterrupt`), and `IdempotencyError`
-    after `DOUBT_ROUNDS` rounds without an answer; and `RuntimeError` if the runtime is closed.
+    after `DOUBT_ROUNDS` rounds without an answer; and `RuntimeError` if the runtime is closed. `token`: under which the
+    operation may be claimed already, by a batch.
     """
     runtime.check_open()
-    token, ending = secrets.token_hex(16), None
-    for number in range(DOUBT_ROUNDS):
+    is_in_doubt, ending = token is not None, None
+    token = token or secrets.token_hex(16)
+    for _ in range(DOUBT_ROUNDS):
         with metrics.phase(delivery.id.task, "claim"):
-            answer = claim(runtime, delivery, token, patiently, again=number > 0)
+            answer = claim(runtime, delivery, token, patiently, again=is_in_doubt)
+        is_in_doubt = True
         if not isinstance(answer, Claimed):
             return answer
         attempt = new_attempt(runtime, answer, delivery, policy)

@@ -91,9 +91,13 @@ class SessionMaker:
         session._tenant = tenant
         return session
 
-    def within(self, connection: Connection) -> AttemptSession:
-        """A session inside a connection's transaction, behind a savepoint: a rollback undoes only the session's work."""
-        return self._class(**{**self._options, "bind": connection, "join_transaction_mode": "create_savepoint"})
+    def within(self, connection: Connection, *, savepoint: bool = True) -> AttemptSession:
+        """A session inside a connection's transaction, behind a savepoint: a rollback undoes only the session's work.
+
+        Without `savepoint` it undoes the whole transaction.
+        """
+        mode = "create_savepoint" if savepoint else "rollback_only"
+        return self._class(**{**self._options, "bind": connection, "join_transaction_mode": mode})
 
 
 def use_sessions(bind: Engine | Connection, chosen: type[Session] | sessionmaker[Any]) -> None:

@@ -52,6 +52,10 @@ class FencedWrites:
             self._session = sessions_of(self._runtime.engine).of(self._runtime.engine, self._tenant)
         return self._session
 
+    def use(self, session: AttemptSession) -> None:
+        """Work in this session, whose transaction others share."""
+        self._session = session
+
     @property
     def in_transaction(self) -> bool:
         return self._session is not None and self._session.in_transaction()

@@ -74,6 +74,8 @@ _NEEDED: dict[str, tuple[Any, str]] = {
     "provider": (InstanceOf[ProviderContract] | None, "a ProviderContract, as idempotency.providers has them"),
     "effect_types": (Mapping[str, Any], "a mapping of effects' names to types"),
     "on_busy": (Literal["ack", "wait"], "'ack' or 'wait'"),
+    "batch": (Annotated[int, Strict(), Field(ge=1, le=1000)], "a whole number from 1 to 1000"),
+    "batch_wait": (_Seconds, "seconds above 0, as a number"),
     "moves_money": (Annotated[bool, Strict()], "True or False"),
     "max_attempts": (Annotated[int, Strict(), Field(ge=1)] | None, "a whole number from 1"),
     "retention_completed": (_Seconds | None, "seconds above 0, as a number"),

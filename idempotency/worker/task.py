@@ -59,6 +59,7 @@ from ..wire import keys, results
 from ..wire.delivery import Delivery
 from ..wire.message import DUE_HEADER, GENERATION_HEADER
 from . import following, hooks, parking
+from .batch import PREPARED, Prepared
 from .censored import hide_secrets
 from .control import ControlledTask, is_replacement
 from .deliveries import as_accepted, delivery_of, is_anothers, store_refusal
@@ -69,6 +70,7 @@ from .waiting import Waiting
 T = TypeVar("T")
 # A name and not an import, as in Celery: installation.py imports this module.
 INSTALL = "idempotency.installation:install"
+BATCHING = "idempotency.worker.batching:strategy"
 # Here, and not where a task is bound: `celery report` binds none.
 hide_secrets()
 # Another request has used the key.
@@ -105,6 +107,8 @@ class IdempotentTask(ControlledTask[P, R_co]):
     on_busy         what a duplicate does in a worker while the operation runs: "ack" (default) or "wait";
                     an eager call raises `OperationBusy` whatever this says
     max_attempts    how often the body may run; Celery's `max_retries` says the same without the first attempt
+    batch           how many messages a worker runs in one transaction and commit (default 1): see docs/batches.md
+    batch_wait      the longest that a message waits for others, in seconds (default 0.05)
     moves_money     True: people change its operations only with a token that proves who they are
     retention_completed, retention_failed   override the settings, in seconds
     """
@@ -130,6 +134,8 @@ class IdempotentTask(ControlledTask[P, R_co]):
     provider: ClassVar[ProviderContract | None] = None
     effect_types: ClassVar[Mapping[str, Any]] = MappingProxyType({})
     on_busy: ClassVar[OnBusy] = "ack"
+    batch: ClassVar[int] = 1
+    batch_wait: ClassVar[float] = 0.05
     moves_money: ClassVar[bool] = False
     retention_completed: ClassVar[float | None] = None
     retention_failed: ClassVar[float | None] = None
@@ -154,6 +160,8 @@ class IdempotentTask(ControlledTask[P, R_co]):
         symbol_by_name(INSTALL)()
         bound: Celery = super().bind(app)
         check_values(cls)  # from task_annotations
+        if cls.batch > 1:
+            cls.Strategy = BATCHING
         hooks.move_into_attempt(cls, IdempotentTask)
         return bound
 
@@ -172,7 +180,8 @@ class IdempotentTask(ControlledTask[P, R_co]):
                 return cast(R_co, self._run_as_errback(args, kwargs))
             return cast(R_co, self.apply(args, kwargs, throw=True).get(disable_sync_subtasks=False))
         try:
-            outcome = self._deliver(delivery_of(self, self.request))
+            prepared = self._prepared
+            outcome = self._deliver(delivery_of(self, self.request) if prepared is None else prepared.delivery)
         except Exception as error:
             if self.request.is_eager:
                 raise
@@ -200,12 +209,24 @@ class IdempotentTask(ControlledTask[P, R_co]):
                 return Raised(unanswered.__cause__ or unanswered)
             return Raised(parking.put_back(self.app, delivery))
 
+    @property
+    def _prepared(self) -> Prepared | None:
+        """What a batch has found out about this delivery. A header of that name is only text."""
+        prepared = getattr(self.request, PREPARED, None)
+        return prepared if isinstance(prepared, Prepared) else None
+
     def _run(self, delivery: Delivery) -> Outcome:
+        token = None
+        if (prepared := self._prepared) is not None:
+            if prepared.answer.finished is not None:
+                return prepared.answer.finished
+            token = prepared.answer.token
         runtime = runtime_of(self.app)
         policy = Policy.of(self, runtime.settings)
         while True:
             try:
-                outcome = run(runtime, delivery, policy, self._body, partial(self._answer, delivery), self._new_attempt)
+                answer = partial(self._answer, delivery)
+                outcome = run(runtime, delivery, policy, self._body, answer, self._new_attempt, token)
             finally:
                 self.request.attempt = None
             if not (isinstance(outcome, Release) and delivery.is_eager):

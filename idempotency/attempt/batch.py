@@ -1,0 +1,202 @@
+"""Many first attempts of one task in one transaction: claimed by one statement, completed by one, committed once.
+
+    answers = run_together(runtime, deliveries, policy, body)
+
+Only what is plain is done here: operations that have no record yet, whose bodies write to their session and return. For
+everything else (an error, an effect, a step, a duplicate, a lost lease, a commit without an answer) the answer is the
+token under which it is claimed, or may be, and the caller runs it alone by `run` with that token, which asks the record.
+So a body may run up to three times for one attempt; what it wrote before is rolled back.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from billiard.exceptions import SoftTimeLimitExceeded
+from sqlalchemy import Connection, event, text
+
+from ..errors import IdempotencyError
+from ..framework import Framework, framework
+from ..observe import metrics
+from ..observe.crash_points import crash_point
+from ..observe.logs import log
+from ..store import batches
+from ..store.answers import Claimed
+from ..store.statements import describe
+from ..wire import results
+from ..wire.delivery import Delivery
+from .attempt import Attempt
+from .endings import Finished
+from .policy import Policy
+from .runtime import Runtime
+from .session import sessions_of
+
+# The body of a delivery, given by its place in the batch.
+BatchBody = Callable[[int, Attempt], Any]
+# What a body has SET would be so for the next ones.
+_SETS = re.compile(r"\s*(?:set|reset|discard)\b|.*\bset_config\b", re.IGNORECASE | re.DOTALL)
+_CHECK_CONSTRAINTS = text("SET CONSTRAINTS ALL IMMEDIATE")
+# The key in a connection's `info` of the attempt whose body runs.
+_RUNS = "idempotency.batched"
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What became of one delivery: it is finished, or it has to be run alone under this token."""
+
+    token: str
+    finished: Finished | None = None
+
+
+class Alone(IdempotencyError):
+    """This body needs a transaction of its own."""
+
+
+class BatchedAttempt(Attempt):
+    """An attempt whose body shares its transaction with others. It may not commit anything before its end."""
+
+    def check_may_begin(self) -> None:
+        self.leave()
+
+    def leave(self) -> None:
+        """Have the body run alone, even if it catches what this raises."""
+        self.stopped = True
+        raise Alone(f"{self.claim.id.task}: needs a transaction of its own")
+
+
+def run_together(runtime: Runtime, deliveries: Sequence[Delivery], policy: Policy, body: BatchBody) -> list[Answer]:
+    """Claim, run and commit these deliveries of one task and tenant, with keys that differ; one answer for each.
+
+    Raises nothing but what ends the process: whatever else goes wrong, they are run alone.
+    """
+    tokens = [secrets.token_hex(16) for _ in deliveries]
+    done: dict[int, Finished] = {}
+    attempts: dict[int, BatchedAttempt] = {}
+    try:
+        if type(framework()) is Framework:  # a framework's own connection is in one session at a time
+            attempts = _claim(runtime, deliveries, tokens, policy)
+            done = _Batch(runtime, attempts, policy, body).run()
+    except Exception as error:
+        # Its COMMIT may have succeeded. The records know, and each delivery asks its own.
+        log.warning("batch_not_committed", task=deliveries[0].id.task, many=len(attempts), error=describe(error))
+    finally:
+        for attempt in attempts.values():
+            attempt.close()
+    return [Answer(token, done.get(place)) for place, token in enumerate(tokens)]
+
+
+def _claim(
+    runtime: Runtime, deliveries: Sequence[Delivery], tokens: Sequence[str], policy: Policy
+) -> dict[int, BatchedAttempt]:
+    runtime.check_open()
+    id, settings = deliveries[0].id, runtime.settings
+    with metrics.phase(id.task, "claim"), runtime.autocommit(id.tenant) as connection:
+        claims = batches.claim_new(
+            connection,
+            deliveries,
+            tokens,
+            service=settings.service,
+            holder=runtime.holder,
+            lease=settings.lease,
+        )
+    metrics.claims.labels(id.task).inc(len(claims))
+    return {
+        place: BatchedAttempt(runtime, claim, delivery, policy)
+        for place, delivery in enumerate(deliveries)
+        if (claim := claims.get(delivery.id.key)) is not None
+    }
+
+
+class _Batch:
+    def __init__(self, runtime: Runtime, attempts: dict[int, BatchedAttempt], policy: Policy, body: BatchBody) -> None:
+        self._runtime = runtime
+        self._attempts = attempts
+        self._policy = policy
+        self._body = body
+
+    def run(self) -> dict[int, Finished]:
+        """First without savepoints: they cost two round trips each, and more than 64 slow down every other transaction.
+
+        If one body cannot stay, all are rolled back and run once more, each behind a savepoint.
+        """
+        crash_point("claimed")
+        with suppress(_NotAll):
+            return self._try(savepoints=False)
+        return self._try(savepoints=True)
+
+    def _try(self, *, savepoints: bool) -> dict[int, Finished]:
+        if not self._attempts:
+            return {}
+        task, tenant = next((each.claim.id.task, each.claim.id.tenant) for each in self._attempts.values())
+        with self._runtime.transaction(tenant) as connection:
+            event.listen(connection, "before_cursor_execute", _leave_if_it_sets)
+            crash_point("body.entered")
+            written: dict[int, tuple[Claimed, Any, str]] = {}
+            with metrics.phase(task, "body"):
+                for place, attempt in list(self._attempts.items()):
+                    try:
+                        result = self._run_one(connection, place, attempt, savepoint=savepoints)
+                    except SoftTimeLimitExceeded:
+                        raise
+                    except Exception as error:
+                        if not savepoints:
+                            raise _NotAll from error
+                        if connection.invalidated or not connection.in_transaction():
+                            raise
+                        continue
+                    written[place] = (attempt.claim, *result)
+            if not written:
+                return {}
+            with metrics.phase(task, "commit"):
+                claims = [claim for claim, _, _ in written.values()]
+                texts = [text for _, _, text in written.values()]
+                for place in written:
+                    self._attempts[place].check_lease()
+                batches.complete(
+                    connection,
+                    claims,
+                    texts,
+                    retention=self._policy.retention_completed,
+                    lease=self._runtime.settings.lease,
+                )
+                crash_point("finish.written")
+        crash_point("finish.committed")
+        metrics.completed.labels(task).inc(len(written))
+        return {place: Finished(claim, result) for place, (claim, result, _) in written.items()}
+
+    def _run_one(
+        self, connection: Connection, place: int, attempt: BatchedAttempt, *, savepoint: bool
+    ) -> tuple[Any, str]:
+        """Run a body, and flush what it wrote. Returns its result, and that as text."""
+        session = sessions_of(self._runtime.engine).within(connection, savepoint=savepoint)
+        attempt.writes.use(session)
+        attempt.stopped = False
+        connection.info[_RUNS] = attempt
+        try:
+            result = self._body(place, attempt)
+            stored = results.to_text(result, limit=self._runtime.settings.result_limit)
+            session.flush()
+            if attempt.stopped or not connection.in_transaction():  # or it has rolled back more than its own
+                attempt.leave()
+            if savepoint:
+                session.execute(_CHECK_CONSTRAINTS)  # at COMMIT, a violation would roll back everything
+            session.end_with_commit()  # of the savepoint, if there is one
+        finally:
+            del connection.info[_RUNS]
+            session.end()
+        return result, stored
+
+
+def _leave_if_it_sets(connection: Connection, _cursor: Any, statement: str, *_: Any) -> None:
+    attempt = connection.info.get(_RUNS)
+    if attempt is not None and _SETS.match(statement) and statement != _CHECK_CONSTRAINTS.text:
+        attempt.leave()
+
+
+class _NotAll(Exception):
+    """A body that is not behind a savepoint cannot stay in the transaction."""

@@ -1,0 +1,132 @@
+"""Claiming many new operations of a task in one statement, and completing them in one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from sqlalchemy import Connection
+
+from ..wire.delivery import Delivery
+from .answers import Claimed
+from .ends import RESPONSE_COMPLETED
+from .record import idle_ms
+from .statements import execute
+
+# Only what has no record yet. Everything else has an answer that takes a look of its own, which `claims.claim` takes.
+_CLAIM_NEW = """
+WITH given AS MATERIALIZED (
+    SELECT * FROM unnest(%(keys)s::text[], %(tokens)s::text[], %(fingerprints)s::text[], %(messages)s::text[],
+                         %(queues)s::text[]) AS g(key, token, fingerprint, message, queue)
+)
+INSERT INTO idempotency.records
+    (tenant, task, key, status, fence, token, locked_until, locked_by, fingerprint, message, queue, service)
+SELECT %(tenant)s, %(task)s, key, 'started', nextval('idempotency.fence'), token,
+       clock_timestamp() + make_interval(secs => %(lease)s), %(holder)s, fingerprint, message, queue, %(service)s
+-- in one order everywhere: two batches with the same keys would otherwise wait for each other
+FROM given ORDER BY key
+ON CONFLICT (tenant, task, key) DO NOTHING
+RETURNING key, fence, token, attempts, generation, fingerprint,
+    -- nothing is acknowledged because of it, as with a single claim that is new
+    set_config('synchronous_commit', 'off', true)
+"""
+
+# As of a single end: a holder that freezes before COMMIT is disconnected within half a lease, and the commit is flushed. The
+# rows are found by their keys, however small the table was when the plan was made.
+_SETTINGS = """
+SELECT set_config('idle_in_transaction_session_timeout', %(idle_ms)s, true) AS idle,
+       set_config('synchronous_commit', 'on', true) AS flush, set_config('enable_seqscan', 'off', true) AS scan
+"""
+# Raises division_by_zero unless all are still held: then none is committed.
+_COMPLETE = """
+WITH given AS (
+    SELECT * FROM unnest(%(keys)s::text[], %(fences)s::bigint[], %(tokens)s::text[], %(results)s::text[])
+        AS g(key, fence, token, result)
+), mine AS MATERIALIZED (
+    SELECT r.key, given.result FROM idempotency.records r JOIN given USING (key)
+    WHERE r.tenant = %(tenant)s AND r.task = %(task)s AND r.status = 'started' AND r.fence = given.fence
+      AND r.token = given.token
+    ORDER BY r.key FOR UPDATE OF r
+), finished AS (
+    UPDATE idempotency.records r
+    SET status = 'completed', result = mine.result, response_code = %(response_code)s, completed_at = clock_timestamp(),
+        locked_until = NULL, expires_at = clock_timestamp() + make_interval(secs => %(retention)s),
+        updated_at = clock_timestamp()
+    FROM mine WHERE r.tenant = %(tenant)s AND r.task = %(task)s AND r.key = mine.key
+    RETURNING 1
+)
+SELECT 1 / (count(*) = %(many)s)::int FROM finished
+"""
+
+
+def claim_new(
+    connection: Connection,
+    deliveries: Sequence[Delivery],
+    tokens: Sequence[str],
+    *,
+    service: str,
+    holder: str,
+    lease: float,
+) -> dict[str, Claimed]:
+    """Claim those of these operations of one task and tenant that have no record yet. Returns the claims by key.
+
+    `tokens`: one for each delivery, whose keys must differ. `lease` in seconds.
+    """
+    first, asked_at = deliveries[0].id, time.monotonic()
+    rows = execute(
+        connection,
+        _CLAIM_NEW,
+        {
+            "tenant": first.tenant,
+            "task": first.task,
+            "keys": [each.id.key for each in deliveries],
+            "tokens": list(tokens),
+            "fingerprints": [each.fingerprint for each in deliveries],
+            "messages": [each.message for each in deliveries],
+            "queues": [each.queue for each in deliveries],
+            "service": service,
+            "holder": holder,
+            "lease": lease,
+        },
+    ).fetchall()
+    ids = {each.id.key: each.id for each in deliveries}
+    return {
+        row.key: Claimed(
+            ids[row.key],
+            row.fence,
+            row.token,
+            row.attempts,
+            row.generation,
+            0.0,
+            {},
+            fingerprint=row.fingerprint,
+            asked_at=asked_at,
+        )
+        for row in rows
+    }
+
+
+def complete(
+    connection: Connection, claims: Sequence[Claimed], results: Sequence[str], *, retention: float, lease: float
+) -> None:
+    """Complete operations of one task and tenant in the bodies' transaction. Raises `DivisionByZero` if one is not held.
+
+    `results` as text, one for each claim; `retention` and `lease` in seconds.
+    """
+    first = claims[0].id
+    execute(connection, _SETTINGS, {"idle_ms": idle_ms(lease)})
+    execute(
+        connection,
+        _COMPLETE,
+        {
+            "tenant": first.tenant,
+            "task": first.task,
+            "keys": [each.id.key for each in claims],
+            "fences": [each.fence for each in claims],
+            "tokens": [each.token for each in claims],
+            "results": list(results),
+            "response_code": RESPONSE_COMPLETED,
+            "retention": retention,
+            "many": len(claims),
+        },
+    )

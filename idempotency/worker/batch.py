@@ -1,0 +1,121 @@
+"""A batch of a task, in a process of the pool: what is plain runs together, and then Celery traces each message.
+
+So results, signals, links and logs are as without a batch: the trace of a message whose operation is completed finds that
+it is, and the trace of any other runs it alone.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+from celery import current_app
+from celery._state import _task_stack
+from celery.app.task import Context
+from kombu.serialization import loads as loads_message
+from kombu.serialization import prepare_accept_content
+
+from ..application import runtime_of
+from ..attempt.batch import Answer, run_together
+from ..attempt.policy import Policy
+from ..observe.logs import log
+from ..wire import keys
+from ..wire.delivery import Delivery
+from ..wire.message import FINGERPRINT_HEADER
+from .deliveries import delivery_of
+
+if TYPE_CHECKING:
+    from ..attempt.attempt import Attempt
+    from .task import IdempotentTask
+
+# What the pool is given of a message: its id, headers, body, content type and encoding.
+Call = tuple[str, dict[str, Any], Any, str | None, str | None]
+# What Celery's trace returns for it.
+Traced = tuple[int, Any, float]
+# The attribute of a request, and the key in the dictionary that it is made from.
+PREPARED = "prepared"
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What the batch has found out about a message."""
+
+    delivery: Delivery
+    answer: Answer
+
+
+def run_batch(trace: Callable[..., Traced], name: str, calls: Sequence[Call]) -> list[Traced | None]:
+    """Run these messages of a task, together where that is possible, and trace each. Returns that; None: a message comes again."""
+    app = current_app._get_current_object()
+    task, accept = app.tasks[name], prepare_accept_content(app.conf.accept_content)
+    decoded = [
+        (id, request, _decoded(body, content_type, encoding, accept))
+        for id, request, body, content_type, encoding in calls
+    ]
+    _prepare(task, [(request, body) for _, request, body in decoded if body is not None])
+    results: list[Traced | None] = []
+    for (id, request, body), call in zip(decoded, calls, strict=True):
+        of_body = call[2:] if body is None else (body, None, None)
+        try:
+            results.append(trace(name, id, request, *of_body))
+        except Exception:
+            log.exception("batch_not_traced", task=name, task_id=id)
+            results.append(None)
+    return results
+
+
+def _decoded(body: Any, content_type: str | None, encoding: str | None, accept: Any) -> Any:
+    """The arguments and what follows; None: it cannot be read, which Celery's trace will say."""
+    if not content_type:
+        return body
+    with suppress(Exception):
+        return loads_message(body, content_type, encoding, accept=accept)
+    return None
+
+
+def _prepare(task: IdempotentTask[..., Any], calls: Sequence[tuple[dict[str, Any], Any]]) -> None:
+    """Run what can be run together, and note in each message's request what came of it."""
+    runtime, found = runtime_of(task.app), dict[tuple[str, str], tuple[Delivery, Context, dict[str, Any]]]()
+    policy = Policy.of(task, runtime.settings)
+    for request, (args, kwargs, embed) in calls:
+        request.pop(PREPARED, None)
+        context = Context(request, args=args, kwargs=kwargs, is_eager=False, called_directly=False, **embed or {})
+        with suppress(Exception):  # what is wrong with it shows where it is run alone
+            delivery = delivery_of(task, context)
+            if _is_plain(task, delivery):
+                found.setdefault((delivery.id.tenant, delivery.id.key), (delivery, context, request))
+    of_tenants = sorted(found.values(), key=lambda each: each[0].id.tenant)
+    for _, group in groupby(of_tenants, key=lambda each: each[0].id.tenant):
+        members = list(group)
+        contexts = [context for _, context, _ in members]
+        deliveries = [delivery for delivery, _, _ in members]
+        answers = run_together(runtime, deliveries, policy, partial(_run_body, task, contexts))
+        for (delivery, _, request), answer in zip(members, answers, strict=True):
+            request[PREPARED] = Prepared(delivery, answer)
+
+
+def _is_plain(task: IdempotentTask[..., Any], delivery: Delivery) -> bool:
+    """Whether a delivery is the first of its message, and nothing has to be asked before its claim."""
+    if delivery.resent or delivery.is_revoked or delivery.eta is not None or task.may_vary(delivery.headers):
+        return False
+    settings = runtime_of(task.app).settings
+    if delivery.signed_at is not None and delivery.signed_at < time.time() - settings.redelivery_horizon / 2:
+        return False
+    given = delivery.headers.get(FINGERPRINT_HEADER)
+    return given in (None, delivery.fingerprint, *delivery.also) or not keys.is_fingerprint(given)
+
+
+def _run_body(task: IdempotentTask[..., Any], contexts: Sequence[Context], place: int, attempt: Attempt) -> Any:
+    task.request_stack.push(contexts[place])
+    _task_stack.push(task)  # what `celery.current_task` reads
+    try:
+        return task._body(attempt)
+    finally:
+        contexts[place].attempt = None
+        _task_stack.pop()
+        task.request_stack.pop()

@@ -1,0 +1,124 @@
+"""Batches of a task, in the worker's main process: messages are gathered, and one job of the pool runs them together.
+
+    @app.task(base=IdempotentTask, key="{entry_id}", batch=100)
+
+Gathered is what Celery would send to the pool now, so events, revokes, rate limits and countdowns are Celery's own. The job
+returns for each message what Celery's trace of it has returned, and each is acknowledged by that. A message that comes
+again never joins a batch: whatever killed the process of its first delivery kills that of a single message then.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from celery.app.trace import fast_trace_task, trace_task_ret
+from celery.worker import state
+from celery.worker.strategy import default
+
+from ..observe.logs import log
+from .batch import Call, Traced, run_batch
+
+if TYPE_CHECKING:
+    from .task import IdempotentTask
+
+
+def strategy(task: IdempotentTask[..., Any], app: Any, consumer: Any, **options: Any) -> Callable[..., Any]:
+    """Celery's strategy for a task's messages, with one difference: what it would send to the pool is gathered first."""
+    # every process of the pool can then have a whole batch, and the next one waits here
+    processes = getattr(consumer.pool, "num_processes", 1) or 1
+    consumer.initial_prefetch_count = max(consumer.initial_prefetch_count, task.batch * (processes + 1))
+    handler: Callable[..., Any] = default(task, app, _Gathering(task, consumer), **options)
+    return handler
+
+
+class _Gathering:
+    """A worker's consumer as a strategy sees it, which collects a task's requests and sends them to the pool together."""
+
+    def __init__(self, task: IdempotentTask[..., Any], consumer: Any) -> None:
+        self._task = task
+        self._consumer = consumer
+        self._requests: list[Any] = []
+        # with some pools, timers run in a thread of their own
+        self._lock = threading.Lock()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._consumer, name)
+
+    def on_task_request(self, request: Any) -> None:
+        if (request.delivery_info or {}).get("redelivered") or any(request.time_limits):
+            self._consumer.on_task_request(request)
+            return
+        with self._lock:
+            self._requests.append(request)
+            many = len(self._requests)
+        if many >= self._task.batch:
+            self._send()
+        elif many == 1:
+            self._consumer.timer.call_after(self._task.batch_wait, self._send)
+
+    def _send(self) -> None:
+        with self._lock:
+            requests, self._requests = self._requests, []
+        if requests:
+            # Celery waits for a free process of the pool, and then calls `execute_using_pool`
+            self._consumer.on_task_request(_Job(self._task, requests))
+
+
+class _Job:
+    """The job of the pool for one batch."""
+
+    def __init__(self, task: IdempotentTask[..., Any], requests: Sequence[Any]) -> None:
+        self._task = task
+        self._requests = requests
+
+    def execute_using_pool(self, pool: Any) -> None:
+        """Send it, as Celery's request of one message does."""
+        for request in self._requests:
+            request.revoked()  # marks the message: it is delivered, and ends its operation
+        task, first = self._task, self._requests[0]
+        trace = fast_trace_task if task.app.use_fast_trace_task else trace_task_ret
+        pool.apply_async(
+            run_batch,
+            args=(trace, task.name, [_call(each) for each in self._requests]),
+            accept_callback=self._on_accepted,
+            timeout_callback=self._on_timeout,
+            callback=self._on_traced,
+            error_callback=self._on_lost,
+            soft_timeout=task.soft_time_limit,
+            timeout=task.time_limit,
+            correlation_id=first.id,
+        )
+
+    def _on_accepted(self, pid: int, time_accepted: float) -> None:
+        for request in self._requests:
+            request.on_accepted(pid, time_accepted)
+
+    def _on_traced(self, results: Sequence[Traced | None]) -> None:
+        for request, traced in zip(self._requests, results, strict=True):
+            if traced is None:
+                self._put_back(request)
+                continue
+            try:
+                request.on_success(traced)
+            except Exception:  # the others are acknowledged all the same
+                log.exception("batch_not_acknowledged", task=self._task.name, task_id=request.id)
+
+    def _on_timeout(self, soft: bool, timeout: float) -> None:
+        log.warning("batch_time_limit", task=self._task.name, many=len(self._requests), soft=soft, seconds=timeout)
+
+    def _on_lost(self, exc_info: Any) -> None:
+        """The process was lost or killed: none of these messages is known to be done, and each comes again by itself."""
+        log.error("batch_lost", task=self._task.name, many=len(self._requests), error=type(exc_info.exception).__name__)
+        for request in self._requests:
+            if not request._already_revoked:  # terminated by a person: Celery has announced that one, and no other
+                self._put_back(request)
+
+    def _put_back(self, request: Any) -> None:
+        state.task_ready(request)
+        request.reject(requeue=True)
+
+
+def _call(request: Any) -> Call:
+    return request.id, request._request_dict, request._body, request._content_type, request._content_encoding

@@ -1,0 +1,222 @@
+"""Batches: what runs together is committed together, and each message is acknowledged by its own outcome."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from celery import Celery
+from sqlalchemy import Engine, text
+
+from idempotency import IdempotentTask, SettingsError
+from tests.support import batched, crashing
+from tests.support.bank import failures
+from tests.support.operations import Entries, Record
+from tests.support.processes import Processes, Worker, eventually
+from tests.support.tasks import pay
+
+APPLICATION = "tests.support.batched"
+ENTRIES = text("SELECT account, count(*) FROM entries GROUP BY account ORDER BY account")
+# transactions that wrote entries: what was committed together has one
+TOGETHER = text("SELECT count(DISTINCT xmin::text) FROM entries")
+
+
+@pytest.fixture
+def send(bank: Celery) -> Callable[..., list[str]]:
+    """Send messages for these accounts, each with what its body does."""
+
+    def send(many: int, **hows: str) -> list[str]:
+        accounts = [f"e{number:02}" for number in range(many)]
+        for account in accounts:
+            batched.post_entry.delay(account, hows.get(account, ""))
+        return accounts
+
+    return send
+
+
+@pytest.fixture
+def start(processes: Processes) -> Callable[..., Worker]:
+    def start(children: int = 1, **environment: str) -> Worker:
+        return processes.worker("--concurrency", str(children), app=APPLICATION, **environment)
+
+    return start
+
+
+def posted(engine: Engine) -> dict[str, int]:
+    with engine.connect() as connection:
+        return dict(list(connection.execute(ENTRIES)))
+
+
+def statuses(engine: Engine) -> dict[str, str]:
+    with engine.connect() as connection:
+        return {row.key: row.status for row in connection.execute(text("SELECT key, status FROM idempotency.records"))}
+
+
+def all_ended(engine: Engine, accounts: list[str]) -> Callable[[], bool]:
+    def ended() -> bool:
+        found = statuses(engine)
+        return all(found.get(account) in ("completed", "failed") for account in accounts)
+
+    return ended
+
+
+def queued(bank: Celery) -> int:
+    with bank.connection_for_write() as connection:
+        return int(connection.default_channel.queue_declare(bank.conf.task_default_queue, passive=True).message_count)
+
+
+def test_what_waits_is_committed_in_one_transaction(
+    bank: Celery, send: Any, start: Any, engine: Engine, record: Record
+) -> None:
+    accounts = send(batched.BATCH)
+    worker = start()
+    eventually(all_ended(engine, accounts))
+    assert posted(engine) == dict.fromkeys(accounts, 1)
+    with engine.connect() as connection:
+        assert connection.execute(TOGETHER).scalar_one() == 1, worker.log
+    row = record("e00")
+    assert row is not None
+    assert (row.status, row.attempts, row.result, row.response_code, row.locked_until) == (
+        "completed",
+        1,
+        '"e00"',
+        200,
+        None,
+    )
+    eventually(lambda: worker.log.count("succeeded in") == len(accounts), what="Celery has seen each")
+    worker.terminate()
+    worker.process.wait(30)
+    assert queued(bank) == 0
+
+
+def test_less_than_a_batch_waits_no_longer_than_it_may(send: Any, start: Any, engine: Engine) -> None:
+    start()
+    accounts = send(3)
+    eventually(all_ended(engine, accounts))
+    assert posted(engine) == dict.fromkeys(accounts, 1)
+
+
+def test_a_key_twice_in_a_batch_runs_once(
+    send: Any, start: Any, engine: Engine, entries: Entries, bank: Celery
+) -> None:
+    accounts = send(5)
+    send(5)
+    worker = start()
+    eventually(lambda: worker.log.count("succeeded in") == 10, what="both of each")
+    assert posted(engine) == dict.fromkeys(accounts, 1)
+
+
+@pytest.mark.parametrize(
+    ("how", "status", "rows", "attempts"),
+    [
+        ("once", "completed", 1, 2),
+        ("permanent", "failed", 0, 1),
+        ("effect", "completed", 1, 1),
+        ("step", "completed", 1, 1),
+        ("rolled back", "completed", 1, 1),
+        ("caught", "completed", 1, 1),
+        ("swallowed", "failed", 0, None),
+        ("sets", "completed", 1, 1),
+        ("not json", "failed", 0, None),
+        ("kill", "failed", 0, None),
+        ("retry", "failed", 0, None),
+    ],
+)
+def test_one_that_cannot_stay_costs_the_others_nothing(
+    how: str,
+    status: str,
+    rows: int,
+    attempts: int | None,
+    send: Any,
+    start: Any,
+    engine: Engine,
+    record: Record,
+    relay: Any,
+    bank: Celery,
+) -> None:
+    accounts = send(10, e03=how)
+    start(LEASE="2")
+    eventually(all_ended(engine, accounts), timeout=60)
+    others = {account: 1 for account in accounts if account != "e03"}
+    found = posted(engine)
+    assert found.pop("e03/step", 1) == 1
+    assert found == others | ({"e03": rows} if rows else {})
+    row = record("e03")
+    assert row is not None
+    assert row.status == status
+    assert attempts in (None, row.attempts)
+    assert [account for account, _ in failures(engine)] == ["e03"] * (status == "failed")
+    if how != "kill":
+        for account in others:
+            other = record(account)
+            assert other is not None
+            assert other.attempts == 1
+
+
+@pytest.mark.parametrize("point", ["claimed", "body.entered", "finish.written", "finish.committed"])
+@pytest.mark.parametrize("action", [crashing.KILL_CHILD, crashing.KILL_WORKER])
+def test_a_process_that_dies_at_any_moment_loses_and_doubles_nothing(
+    point: str, action: str, send: Any, start: Any, engine: Engine, environment: dict[str, str], relay: Any
+) -> None:
+    plan = crashing.plan(environment["CRASH_DIRECTORY"], point, action)
+    accounts = send(12)
+    start(LEASE="2")
+    eventually(lambda: not plan.exists(), what="it died")
+    if action == crashing.KILL_WORKER:
+        start(LEASE="2")
+    eventually(all_ended(engine, accounts), timeout=60)
+    assert posted(engine) == dict.fromkeys(accounts, 1)
+
+
+def test_a_holder_that_is_overtaken_commits_nothing(
+    send: Any, start: Any, engine: Engine, environment: dict[str, str], relay: Any
+) -> None:
+    crashing.plan(environment["CRASH_DIRECTORY"], "working", crashing.HOLD)
+    accounts = send(8, e07="works")
+    start(2)
+    held = Path(environment["CRASH_DIRECTORY"]) / "working.held"
+    eventually(held.exists, what="the last body runs")
+    with engine.connect() as connection:  # as a sweep does after a pause that was longer than the lease
+        connection.execute(
+            text(
+                "UPDATE idempotency.records SET fence = nextval('idempotency.fence'), token = 'other' WHERE key = 'e02'"
+            )
+        )
+    held.with_name("working.go").touch()
+    eventually(all_ended(engine, [each for each in accounts if each != "e02"]))
+    assert posted(engine) == {each: 1 for each in accounts if each != "e02"}
+    assert statuses(engine)["e02"] == "started"
+
+
+def test_another_tenant_has_its_own_transaction(start: Any, engine: Engine, bank: Celery, entries: Entries) -> None:
+    for number in range(4):
+        for tenant in ("one", "two"):
+            batched.post_entry.apply_async((f"e{number}",), tenant=tenant)
+    start()
+    eventually(lambda: sum(posted(engine).values()) == 8)
+    with engine.connect() as connection:
+        assert connection.execute(TOGETHER).scalar_one() == 2
+        tenants = connection.execute(text("SELECT DISTINCT tenant FROM idempotency.records WHERE status = 'completed'"))
+        assert {row.tenant for row in tenants} == {"one", "two"}
+
+
+def test_a_message_that_is_revoked_ends_alone(
+    send: Any, start: Any, engine: Engine, record: Record, bank: Celery
+) -> None:
+    worker = start()
+    bank.control.revoke("revoked-id", reply=True, timeout=5)
+    batched.post_entry.apply_async(("r1",), task_id="revoked-id")
+    accounts = send(5)
+    eventually(all_ended(engine, [*accounts, "r1"]))
+    assert posted(engine) == dict.fromkeys(accounts, 1)
+    row = record("r1")
+    assert row is not None
+    assert row.error_code == "revoked"
+
+
+@pytest.mark.parametrize("option", [{"batch": 0}, {"batch": 1.5}, {"batch": 5000}, {"batch_wait": 0.0}])
+def test_a_size_of_no_use_is_refused(option: dict[str, Any], bank: Celery) -> None:
+    with pytest.raises(SettingsError, match=next(iter(option))):
+        bank.task(base=IdempotentTask, bind=True, name="test.batch", shared=False, key="{a}", **option)(pay)

@@ -1,0 +1,70 @@
+"""The test application, with a task that runs in batches, for a worker of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+from sqlalchemy import text
+
+from idempotency import IdempotentTask, PermanentError
+from tests.support import crashing
+from tests.support.bank import INSERT, app, record_failure
+
+__all__ = ["app"]
+
+BATCH = 20
+
+
+def call(*, idempotency_key: str) -> int:
+    return 1
+
+
+@app.task(base=IdempotentTask, bind=True, key="{account}", on_failed=record_failure, batch=BATCH, batch_wait=1.0)
+def post_entry(self: IdempotentTask, account: str, how: str = "") -> Any:
+    """One row, and then what `how` says."""
+    self.session.execute(INSERT, {"account": account, "amount": 1})
+    match how:
+        case "once":
+            if self.request.retries == 0:
+                raise ValueError("not yet")
+        case "permanent":
+            raise PermanentError("not today", "closed")
+        case "effect":
+            self.session.rollback()
+            self.effect("call", call)
+            self.session.execute(INSERT, {"account": account, "amount": 1})
+        case "step":
+            self.session.rollback()
+            self.step(
+                "first", lambda session: session.execute(INSERT, {"account": f"{account}/step", "amount": 1}) and None
+            )
+            self.session.execute(INSERT, {"account": account, "amount": 1})
+        case "rolled back":
+            self.session.rollback()
+            self.session.execute(INSERT, {"account": account, "amount": 1})
+        case "caught":
+            try:
+                self.session.execute(text("SELECT 1 / 0"))
+            except Exception:
+                self.session.rollback()
+                self.session.execute(INSERT, {"account": account, "amount": 1})
+        case "swallowed":
+            try:
+                self.session.execute(text("SELECT 1 / 0"))
+            except Exception:
+                return "swallowed"
+        case "sets":
+            self.session.execute(text("SET LOCAL search_path = pg_catalog"))
+        case "not json":
+            return object()
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "exit":
+            raise SystemExit(0)
+        case "retry":
+            raise self.retry(countdown=0)
+        case "works":
+            crashing.reach("working")
+    return account
