@@ -26,7 +26,6 @@ from ..observe import metrics
 from ..observe.crash_points import crash_point
 from ..observe.logs import log
 from ..store import batches
-from ..store.answers import Claimed
 from ..store.statements import describe
 from ..wire import results
 from ..wire.delivery import Delivery
@@ -132,42 +131,50 @@ class _Batch:
     def _try(self, *, savepoints: bool) -> dict[int, Finished]:
         if not self._attempts:
             return {}
-        task, tenant = next((each.claim.id.task, each.claim.id.tenant) for each in self._attempts.values())
-        with self._runtime.transaction(tenant) as connection:
+        id = next(iter(self._attempts.values())).claim.id
+        with self._runtime.transaction(id.tenant) as connection:
             event.listen(connection, "before_cursor_execute", _leave_if_it_sets)
             crash_point("body.entered")
-            written: dict[int, tuple[Claimed, Any, str]] = {}
-            with metrics.phase(task, "body"):
-                for place, attempt in list(self._attempts.items()):
-                    try:
-                        result = self._run_one(connection, place, attempt, savepoint=savepoints)
-                    except SoftTimeLimitExceeded:
-                        raise
-                    except Exception as error:
-                        if not savepoints:
-                            raise _NotAll from error
-                        if connection.invalidated or not connection.in_transaction():
-                            raise
-                        continue
-                    written[place] = (attempt.claim, *result)
+            with metrics.phase(id.task, "body"):
+                written = {
+                    place: result
+                    for place, attempt in self._attempts.items()
+                    if (result := self._stays(connection, place, attempt, savepoint=savepoints)) is not None
+                }
             if not written:
                 return {}
-            with metrics.phase(task, "commit"):
-                claims = [claim for claim, _, _ in written.values()]
-                texts = [text for _, _, text in written.values()]
-                for place in written:
-                    self._attempts[place].check_lease()
-                batches.complete(
-                    connection,
-                    claims,
-                    texts,
-                    retention=self._policy.retention_completed,
-                    lease=self._runtime.settings.lease,
-                )
-                crash_point("finish.written")
+            with metrics.phase(id.task, "commit"):
+                self._complete(connection, written)
         crash_point("finish.committed")
-        metrics.completed.labels(task).inc(len(written))
-        return {place: Finished(claim, result) for place, (claim, result, _) in written.items()}
+        metrics.completed.labels(id.task).inc(len(written))
+        return {place: Finished(self._attempts[place].claim, result) for place, (result, _) in written.items()}
+
+    def _stays(
+        self, connection: Connection, place: int, attempt: BatchedAttempt, *, savepoint: bool
+    ) -> tuple[Any, str] | None:
+        """Run a body. Returns its result, also as text; None: it cannot stay, and nothing of it does."""
+        try:
+            return self._run_one(connection, place, attempt, savepoint=savepoint)
+        except SoftTimeLimitExceeded:
+            raise
+        except Exception as error:
+            if not savepoint:
+                raise _NotAll from error
+            if connection.invalidated or not connection.in_transaction():
+                raise
+            return None
+
+    def _complete(self, connection: Connection, written: dict[int, tuple[Any, str]]) -> None:
+        for place in written:
+            self._attempts[place].check_lease()
+        batches.complete(
+            connection,
+            [self._attempts[place].claim for place in written],
+            [text for _, text in written.values()],
+            retention=self._policy.retention_completed,
+            lease=self._runtime.settings.lease,
+        )
+        crash_point("finish.written")
 
     def _run_one(
         self, connection: Connection, place: int, attempt: BatchedAttempt, *, savepoint: bool

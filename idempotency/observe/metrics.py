@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -150,6 +150,10 @@ class _Metrics:
 
 
 def _metrics() -> _Metrics | _NoMetrics:
+    return _made or _prepared()
+
+
+def _prepared() -> _Metrics | _NoMetrics:
     from ..environment import environment  # needs pydantic-settings, which importing the library does without
 
     global _made
@@ -187,7 +191,13 @@ def count_failed(task: str, code: str) -> None:
 
 def phase(task: str, name: str) -> AbstractContextManager[object]:
     """Time a phase of a delivery, whether or not it succeeds."""
-    return _metrics().phase_seconds.labels(task, name).time()
+    return _phase(_metrics(), task, name).time()
+
+
+@cache
+def _phase(made: _Metrics | _NoMetrics, task: str, name: str) -> Histogram | _NoMetrics:
+    """Found once for each task: a label that is looked up takes a lock and makes its name anew."""
+    return made.phase_seconds.labels(task, name)
 
 
 def combined_registry(directory: Path | None = None) -> CollectorRegistry:

@@ -24,10 +24,8 @@ from ..application import runtime_of
 from ..attempt.batch import Answer, run_together
 from ..attempt.policy import Policy
 from ..observe.logs import log
-from ..wire import keys
 from ..wire.delivery import Delivery
-from ..wire.message import FINGERPRINT_HEADER
-from .deliveries import delivery_of
+from .deliveries import delivery_of, is_under_another
 
 if TYPE_CHECKING:
     from ..attempt.attempt import Attempt
@@ -47,6 +45,12 @@ class Prepared:
 
     delivery: Delivery
     answer: Answer
+
+
+def prepared_for(request: Any) -> Prepared | None:
+    """What a batch has found out about the message of this request. A header of that name is only text."""
+    prepared = getattr(request, PREPARED, None)
+    return prepared if isinstance(prepared, Prepared) else None
 
 
 def run_batch(trace: Callable[..., Traced], name: str, calls: Sequence[Call]) -> list[Traced | None]:
@@ -106,8 +110,7 @@ def _is_plain(task: IdempotentTask[..., Any], delivery: Delivery) -> bool:
     settings = runtime_of(task.app).settings
     if delivery.signed_at is not None and delivery.signed_at < time.time() - settings.redelivery_horizon / 2:
         return False
-    given = delivery.headers.get(FINGERPRINT_HEADER)
-    return given in (None, delivery.fingerprint, *delivery.also) or not keys.is_fingerprint(given)
+    return not is_under_another(delivery)
 
 
 def _run_body(task: IdempotentTask[..., Any], contexts: Sequence[Context], place: int, attempt: Attempt) -> Any:

@@ -51,15 +51,18 @@ def delivery_of(task: KeyedTask, request: Any) -> Delivery:
     )
 
 
+def is_under_another(delivery: Delivery) -> bool:
+    """Whether its message names another fingerprint than its arguments have by now."""
+    given = delivery.headers.get(FINGERPRINT_HEADER)
+    return given not in (None, delivery.fingerprint, *delivery.also) and keys.is_fingerprint(given)
+
+
 def as_accepted(runtime: Runtime, delivery: Delivery) -> Delivery:
-    """The delivery under the fingerprint that it was accepted with, if a deploy has renamed parameters since.
+    """The delivery under the other fingerprint, if it was accepted with that: a deploy has renamed parameters since.
 
     The message's header alone proves nothing: the same body must be stored under that fingerprint.
     """
-    given = delivery.headers.get(FINGERPRINT_HEADER)
-    computed = [delivery.fingerprint, *delivery.also]
-    if given in (None, *computed) or not keys.is_fingerprint(given):
-        return delivery
+    given, computed = delivery.headers.get(FINGERPRINT_HEADER), [delivery.fingerprint, *delivery.also]
     body = Message.from_text(delivery.message).body
     with runtime.autocommit(delivery.id.tenant) as connection:
         if not claims.is_accepted(connection, delivery.id, str(given), body):

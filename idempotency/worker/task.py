@@ -55,14 +55,15 @@ from ..observe.logs import log
 from ..providers import ProviderContract
 from ..store.answers import Busy, Completed, Failed, Foreign, Mismatch, Stale
 from ..store.statements import describe, leave_out_values
-from ..wire import keys, results
+from ..wire import results
 from ..wire.delivery import Delivery
 from ..wire.message import DUE_HEADER, GENERATION_HEADER
 from . import following, hooks, parking
-from .batch import PREPARED, Prepared
+from .batch import prepared_for
 from .censored import hide_secrets
 from .control import ControlledTask, is_replacement
-from .deliveries import as_accepted, delivery_of, is_anothers, store_refusal
+from .deliveries import as_accepted, delivery_of, is_anothers, is_under_another, store_refusal
+from .errbacks import run_as_errback
 from .options import check_values
 from .using import P
 from .waiting import Waiting
@@ -177,10 +178,10 @@ class IdempotentTask(ControlledTask[P, R_co]):
         if self.request.called_directly or self._is_running:
             # A plain call is protected like any other, in a body, too: it runs in this process, under its key.
             if args and isinstance(args[0], Context):
-                return cast(R_co, self._run_as_errback(args, kwargs))
+                return cast(R_co, run_as_errback(self, args, kwargs))
             return cast(R_co, self.apply(args, kwargs, throw=True).get(disable_sync_subtasks=False))
         try:
-            prepared = self._prepared
+            prepared = prepared_for(self.request)
             outcome = self._deliver(delivery_of(self, self.request) if prepared is None else prepared.delivery)
         except Exception as error:
             if self.request.is_eager:
@@ -200,7 +201,8 @@ class IdempotentTask(ControlledTask[P, R_co]):
             varies = not delivery.is_eager and self.may_vary(delivery.headers)
             if (varies or delivery.eta is not None) and self._answer(delivery, lambda: self._parked(delivery, varies)):
                 return Raised(Ignore())
-            delivery = self._answer(delivery, partial(as_accepted, runtime_of(self.app), delivery))
+            if is_under_another(delivery):
+                delivery = self._answer(delivery, partial(as_accepted, runtime_of(self.app), delivery))
             if delivery.is_revoked and self._answer(delivery, partial(is_anothers, runtime_of(self.app), delivery)):
                 return Raised(Ignore(REVOKED))
             return self._seen(delivery, self._run(delivery))
@@ -209,15 +211,9 @@ class IdempotentTask(ControlledTask[P, R_co]):
                 return Raised(unanswered.__cause__ or unanswered)
             return Raised(parking.put_back(self.app, delivery))
 
-    @property
-    def _prepared(self) -> Prepared | None:
-        """What a batch has found out about this delivery. A header of that name is only text."""
-        prepared = getattr(self.request, PREPARED, None)
-        return prepared if isinstance(prepared, Prepared) else None
-
     def _run(self, delivery: Delivery) -> Outcome:
         token = None
-        if (prepared := self._prepared) is not None:
+        if (prepared := prepared_for(self.request)) is not None:
             if prepared.answer.finished is not None:
                 return prepared.answer.finished
             token = prepared.answer.token
@@ -298,24 +294,6 @@ class IdempotentTask(ControlledTask[P, R_co]):
         except UnsupportedControl as error:
             return Raised(self._kept(delivery, int(delivery.headers.get(GENERATION_HEADER, 1)), error))
 
-    def _run_as_errback(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Run here as an errback of the new style, once for each failed task id.
-
-        What Celery passes (request, exception, traceback) cannot travel in a message: if this process dies, the failed
-        task's message comes back, and Celery calls the errback again.
-        """
-        failed, arguments = args[0], {"task_id": args[0].id, "args": list(args[3:]), "kwargs": dict(kwargs)}
-        id = self._operation(arguments, keys.content_hash(*arguments)(arguments), None)
-        delivery = Delivery(id, keys.fingerprint(arguments), arguments, task_id=failed.id, is_eager=True)
-        self.push_request(id=failed.id, args=args, kwargs=kwargs, is_eager=True, called_directly=False)
-        try:
-            outcome = self._deliver(delivery)
-        finally:
-            self.pop_request()
-        if isinstance(outcome, Raised):
-            raise outcome.error
-        return outcome.value
-
     def _refuse(self, delivery: Delivery, generation: int, error: Refusal) -> Refusal:
         """A request under a key that another one has used."""
         metrics.mismatches.labels(self.name).inc()
@@ -351,8 +329,14 @@ class IdempotentTask(ControlledTask[P, R_co]):
 
     def _answer(self, delivery: Delivery, ask: Callable[[], T], /) -> T:
         """Ask the database for as long as this delivery can wait. Raises `Unanswered`."""
-        limit = (self.request.timelimit or (None,))[0] or self.time_limit or self.app.conf.task_time_limit
-        return Waiting(self.name, time_limit=limit, is_eager=delivery.is_eager).answer(ask)
+
+        def time_limit() -> float | None:
+            limit: float | None = (
+                (self.request.timelimit or (None,))[0] or self.time_limit or self.app.conf.task_time_limit
+            )
+            return limit
+
+        return Waiting(self.name, time_limit=time_limit, is_eager=delivery.is_eager).answer(ask)
 
 
 def idempotent_tasks(app: Celery) -> list[IdempotentTask]:

@@ -46,11 +46,14 @@ class Waiting:
     An eager call waits only for a Postgres that is away; everything else is raised to its caller.
     """
 
-    def __init__(self, task: str, *, time_limit: float | None = None, is_eager: bool = False) -> None:
+    def __init__(
+        self, task: str, *, time_limit: Callable[[], float | None] = lambda: None, is_eager: bool = False
+    ) -> None:
         self._task = task
         self._is_eager = is_eager
-        patience = PATIENCE if time_limit is None else min(PATIENCE, SHARE_OF_TIME_LIMIT * time_limit)
-        self._until = time.monotonic() + patience
+        self._began = time.monotonic()
+        self._time_limit = time_limit
+        self._is_cut_short = False
         self._pause = 0.0
         self._is_logged = False
 
@@ -58,11 +61,12 @@ class Waiting:
         """Ask until there is an answer. Raises a defect of the message as it is, and `Unanswered`."""
         while True:
             try:
-                self._rest()
+                if self._pause:
+                    self._rest()
                 return ask()
             except SoftTimeLimitExceeded as error:
                 # It may have interrupted an answer on its way: ask once more, at once.
-                self._pause, self._until = 0.0, time.monotonic()
+                self._pause, self._is_cut_short = 0.0, True
                 self._log_once(error)
             except DEFECTS:
                 raise
@@ -70,12 +74,19 @@ class Waiting:
                 if self._is_eager and not isinstance(error, OperationalError | PoolTimeout):
                     raise
                 self._log_once(error)
-                if time.monotonic() >= self._until or is_stopping():
+                if time.monotonic() >= self._until() or is_stopping():
                     raise Unanswered from error
                 self._pause = min(max(2 * self._pause, FIRST_PAUSE), LONGEST_PAUSE)
 
+    def _until(self) -> float:
+        """When patience ends. Asked only after a failure: hardly any delivery has one."""
+        if self._is_cut_short:
+            return self._began
+        limit = self._time_limit()
+        return self._began + (PATIENCE if limit is None else min(PATIENCE, SHARE_OF_TIME_LIMIT * limit))
+
     def _rest(self) -> None:
-        end = min(time.monotonic() + self._pause, self._until)
+        end = min(time.monotonic() + self._pause, self._until())
         while (left := end - time.monotonic()) > 0 and not is_stopping():
             time.sleep(min(left, GLANCE))
 

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 from celery import Celery
-from sqlalchemy import Engine, text
+from sqlalchemy import BigInteger, Column, Engine, MetaData, Table, Text, insert, text
 
 from idempotency import IdempotentTask, SettingsError
 from tests.support import batched, crashing
 from tests.support.bank import failures
+from tests.support.documents import python_blocks
 from tests.support.operations import Entries, Record
 from tests.support.processes import Processes, Worker, eventually
 from tests.support.tasks import pay
@@ -205,7 +206,7 @@ def test_another_tenant_has_its_own_transaction(start: Any, engine: Engine, bank
 def test_a_message_that_is_revoked_ends_alone(
     send: Any, start: Any, engine: Engine, record: Record, bank: Celery
 ) -> None:
-    worker = start()
+    start()
     bank.control.revoke("revoked-id", reply=True, timeout=5)
     batched.post_entry.apply_async(("r1",), task_id="revoked-id")
     accounts = send(5)
@@ -220,3 +221,15 @@ def test_a_message_that_is_revoked_ends_alone(
 def test_a_size_of_no_use_is_refused(option: dict[str, Any], bank: Celery) -> None:
     with pytest.raises(SettingsError, match=next(iter(option))):
         bank.task(base=IdempotentTask, bind=True, name="test.batch", shared=False, key="{a}", **option)(pay)
+
+
+def test_the_example_of_the_page_posts(bank: Celery, engine: Engine) -> None:
+    (example,) = python_blocks("docs/batches.md")
+    postings = Table("postings", MetaData(), Column("id", Text), Column("account", Text), Column("amount", BigInteger))
+    postings.create(engine)
+    names: dict[str, Any] = {"app": bank, "IdempotentTask": IdempotentTask, "insert": insert, "Posting": postings}
+    exec(example, names)
+    names["post_entry"]("p1", "cash", 700)
+    names["post_entry"]("p1", "cash", 700)
+    with engine.connect() as connection:
+        assert [tuple(row) for row in connection.execute(postings.select())] == [("p1", "cash", 700)]

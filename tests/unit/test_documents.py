@@ -15,6 +15,7 @@ RUN_BY = {
     "README.md": ("tests/integration/test_readme.py", 4),
     "docs/django.md": ("tests/django/test_page.py", 5),
     "docs/engines.md": ("tests/integration/test_pages.py", 1),
+    "docs/batches.md": ("tests/integration/test_batch.py", 1),
     "docs/events.md": ("tests/integration/test_readme.py", 1),
     "docs/fastapi.md": ("tests/integration/test_pages.py", 1),
     "docs/http.md": ("tests/http/test_page.py", 2),
