@@ -16,7 +16,6 @@ from tests.support.bank import failures
 from tests.support.documents import python_blocks
 from tests.support.operations import Entries, Record
 from tests.support.processes import Processes, Worker, eventually
-from tests.support.tasks import pay
 
 APPLICATION = "tests.support.batched"
 ENTRIES = text("SELECT account, count(*) FROM entries GROUP BY account ORDER BY account")
@@ -217,17 +216,27 @@ def test_a_message_that_is_revoked_ends_alone(
     assert row.error_code == "revoked"
 
 
+def posting(self: Any, a: str) -> str:
+    return a
+
+
 @pytest.mark.parametrize("option", [{"batch": 0}, {"batch": 1.5}, {"batch": 5000}, {"batch_wait": 0.0}])
 def test_a_size_of_no_use_is_refused(option: dict[str, Any], bank: Celery) -> None:
     with pytest.raises(SettingsError, match=next(iter(option))):
-        bank.task(base=IdempotentTask, bind=True, name="test.batch", shared=False, key="{a}", **option)(pay)
+        bank.task(base=IdempotentTask, bind=True, name="test.batch", shared=False, key="{a}", **option)(posting)
 
 
 def test_the_example_of_the_page_posts(bank: Celery, engine: Engine) -> None:
     (example,) = python_blocks("docs/batches.md")
     postings = Table("postings", MetaData(), Column("id", Text), Column("account", Text), Column("amount", BigInteger))
     postings.create(engine)
-    names: dict[str, Any] = {"app": bank, "IdempotentTask": IdempotentTask, "insert": insert, "Posting": postings}
+    names: dict[str, Any] = {
+        "__name__": __name__,
+        "app": bank,
+        "IdempotentTask": IdempotentTask,
+        "insert": insert,
+        "Posting": postings,
+    }
     exec(example, names)
     names["post_entry"]("p1", "cash", 700)
     names["post_entry"]("p1", "cash", 700)
