@@ -14,26 +14,26 @@ from idempotency.upkeep import overview
 from . import jobs
 
 # Every tenth of the waiting operations is released, so that windows contain rows of both kinds.
-_FILL = """
+WAITING = """
 INSERT INTO idempotency.outbox (message_id, tenant, task, key, fingerprint, message, queue, origin, status, published_at,
                                 service)
 SELECT 'backlog' || n, 'default', 'benchmarks.unique', 'backlog' || n, 'v1:f', repeat('m', 600), 'unique', 'enqueue',
        'published', clock_timestamp(), 'benchmarks'
-FROM generate_series(1, :rows) n
+FROM generate_series(CAST(:first AS bigint), CAST(:last AS bigint)) n
 """
-_RELEASED = """
+RELEASED = """
 INSERT INTO idempotency.records (tenant, task, key, status, fence, available_at, fingerprint, message, queue, service)
 SELECT 'default', 'benchmarks.unique', 'backlog' || n, 'released', n, clock_timestamp() + interval '1 hour', 'v1:f',
        repeat('m', 600), 'unique', 'benchmarks'
-FROM generate_series(1, :rows, 10) n
+FROM generate_series(CAST(:first AS bigint), CAST(:last AS bigint), 10) n
 """
-_COMPLETED = """
+COMPLETED = """
 INSERT INTO idempotency.records
     (tenant, task, key, status, fence, fingerprint, message, queue, result, response_code, completed_at, expires_at,
      service)
 SELECT 'default', 'benchmarks.unique', 'done' || n, 'completed', n, 'v1:f', repeat('m', 600), 'unique', 'null', 200,
        clock_timestamp(), clock_timestamp() + interval '3 days', 'benchmarks'
-FROM generate_series(1, :rows) n
+FROM generate_series(CAST(:first AS bigint), CAST(:last AS bigint)) n
 """
 
 
@@ -48,8 +48,8 @@ class Seconds:
 def measure(database: Engine, *, rounds: int, waiting: int) -> Seconds:
     """Time both with `waiting` accepted operations, a tenth of them released, and as many completed ones."""
     with database.connect() as connection:
-        for statement in (_FILL, _RELEASED, _COMPLETED):
-            connection.execute(text(statement), {"rows": waiting})
+        for statement in (WAITING, RELEASED, COMPLETED):
+            connection.execute(text(statement), {"first": 1, "last": waiting})
         connection.execute(text("VACUUM ANALYZE idempotency.outbox, idempotency.records"))
     took = Seconds()
     given = settings_of(jobs.app)
