@@ -32,8 +32,10 @@ if TYPE_CHECKING:
 console = Console()
 
 # With contenders that the extra `bench` installs.
-CONTESTS = ("unique", "duplicates", "storm", "outside", "enqueue")
-BENCHMARKS = (*CONTESTS, "relay", "http", "latency", "ordering", "resend", "backlog")
+CONTESTS = ("unique", "duplicates", "storm", "outside", "enqueue", "batch")
+# Claims and ends beside what else is in the tables.
+BESIDE = ("scale", "waiting", "purge", "held")
+BENCHMARKS = (*CONTESTS, "relay", "http", "latency", "ordering", "resend", "backlog", *BESIDE)
 # Long, and not a comparison with plain Celery: only on request.
 LIFE = "life"
 # Needs no servers, and an idle machine: only on request.
@@ -56,6 +58,9 @@ def main(
         int, typer.Option(min=10_000, max=10_000_000, help="Operations after the first 10,000: life.")
     ] = 100_000,
     waiting: Annotated[int, typer.Option(min=1000, max=10_000_000, help="Waiting operations: backlog.")] = 1_000_000,
+    records: Annotated[
+        int, typer.Option(min=20_000, max=100_000_000, help="Completed operations: scale. Half as many expired: purge.")
+    ] = 10_000_000,
     steps: Annotated[int, typer.Option(min=20, max=10_000, help="Steps of the longer saga: saga_length.")] = 1000,
     sagas: Annotated[
         int, typer.Option(min=100, max=1_000_000, help="Waiting sagas, of which each round wakes a tenth: saga_waits.")
@@ -91,6 +96,8 @@ def main(
         with engine.connect() as connection:
             connection.execute(text("CREATE TABLE jobs (id bigserial PRIMARY KEY, job text, number bigint)"))
             connection.execute(text("CREATE TABLE timed (number bigint PRIMARY KEY, started float8)"))
+        if set(BESIDE) & set(chosen):
+            look_beside(chosen, running, rounds, messages, waiting, records, as_json, report)
         if "relay" in chosen:
             rates = relay.measure(engine, rounds=rounds, messages=messages)
             show(as_json, "messages/s", "relay_vs_apply_async", rates.ratio, direct=rates.direct, relay=rates.relay)
@@ -153,7 +160,7 @@ def compete(
 ) -> None:
     """Run the contests, in which the contenders of the extra `bench` take turns."""
     try:
-        from . import duplicates, enqueue, outside, storm, unique
+        from . import batch, duplicates, enqueue, outside, storm, unique
         from .contenders.contest import Contest
     except ModuleNotFoundError as missing:
         raise SystemExit(f"{missing.name} is not installed: pip install '.[bench]', or make bench") from missing
@@ -176,9 +183,48 @@ def compete(
             rates = enqueue.measure(contest, rounds=rounds, messages=messages)
             others = {name: name for name in rates if name not in ("enqueue", "delay")}
             compare(as_json, report, "enqueue", rates, "enqueue", others)
+        if "batch" in chosen:
+            rates = batch.measure(contest, rounds=rounds, messages=10 * messages)
+            compare(as_json, report, "batch", rates, "batch", {"plain": "plain"})
     finally:
         contest.close()
     report.settings |= contest.settings
+
+
+def look_beside(
+    chosen: list[str],
+    running: services.Services,
+    rounds: int,
+    many: int,
+    waiting: int,
+    records: int,
+    as_json: bool,
+    report: Report,
+) -> None:
+    """Time claims and ends on databases of their own, beside what else is in the tables."""
+    from . import scale
+
+    def add(name: str, what: str, seconds: scale.Beside, ratio: float, also: str = "") -> None:
+        figures = {
+            "without": [1e3 * statistics.median(each) for each in seconds.without],
+            what: [1e3 * statistics.median(each) for each in seconds.beside],
+        }
+        show(as_json, "ms", name, ratio, also, **figures)
+        report.add(name, figures, **{name: ratio})
+
+    if "scale" in chosen:
+        seconds = scale.records(running, rounds=rounds, many=many, rows=records)
+        add("scale_claim_ratio", f"{records:,} records", seconds, seconds.ratio())
+    if "waiting" in chosen:
+        seconds = scale.waiting(running, rounds=rounds, many=many, rows=waiting)
+        add("backlog_ratio", f"{waiting:,} waiting", seconds, seconds.ratio())
+    if "purge" in chosen:
+        seconds, rate = scale.purging(running, rounds=rounds, many=many, rows=records // 2)
+        add("purge_p99_ratio", "purging", seconds, seconds.ratio(scale.p99), f" purged_per_second={rate:.0f}")
+    if "held" in chosen:
+        held = scale.held_open(running, rounds=rounds, many=many)
+        left = f" dead_rows_per_operation={held.dead_rows:.2f} wal_bytes_per_operation={held.wal_bytes:.0f}"
+        add("held_ratio", "a transaction held open", held.attempts, held.attempts.ratio(), left)
 
 
 def compare(as_json: bool, report: Report, name: str, rates: Rates, ours: str, others: dict[str, str]) -> None:

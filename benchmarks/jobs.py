@@ -28,7 +28,10 @@ app.conf.update(
     task_default_exchange_type="topic",
     task_create_missing_queues=False,
     task_routes={
-        **{f"benchmarks.jobs.{queue}": {"queue": queue} for queue in ("plain", "batch", "noop", "plain_outside", "outside")},
+        **{
+            f"benchmarks.jobs.{queue}": {"queue": queue}
+            for queue in ("plain", "batch", "noop", "plain_outside", "outside")
+        },
         "benchmarks.jobs.*": {"queue": "unique"},
         **{f"benchmarks.contenders.tasks.{queue}": {"queue": queue} for queue in ("celery_once", "powertools")},
     },

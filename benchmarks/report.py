@@ -29,6 +29,11 @@ SUMMARY = (
     "unique_vs_procrastinate",
     "unique_vs_powertools",
     "unique_vs_celery_once",
+    "batch_vs_plain",
+    "scale_claim_ratio",
+    "backlog_ratio",
+    "purge_p99_ratio",
+    "held_ratio",
     "relay_vs_apply_async",
     "latency_vs_delay",
 )
