@@ -19,6 +19,7 @@ from typing import Any
 
 from billiard.exceptions import SoftTimeLimitExceeded
 from sqlalchemy import Connection, event, text
+from sqlalchemy.exc import IntegrityError
 
 from ..errors import IdempotencyError
 from ..framework import Framework, framework
@@ -39,7 +40,6 @@ from .session import sessions_of
 BatchBody = Callable[[int, Attempt], Any]
 # What a body has SET would be so for the next ones.
 _SETS = re.compile(r"\s*(?:set|reset|discard)\b|.*\bset_config\b", re.IGNORECASE | re.DOTALL)
-_CHECK_CONSTRAINTS = text("SET CONSTRAINTS ALL IMMEDIATE")
 # The key in a connection's `info` of the attempt whose body runs.
 _RUNS = "idempotency.batched"
 
@@ -124,7 +124,7 @@ class _Batch:
         If one body cannot stay, all are rolled back and run once more, each behind a savepoint.
         """
         crash_point("claimed")
-        with suppress(_NotAll):
+        with suppress(_NotAll, IntegrityError):  # a constraint that is checked at COMMIT
             return self._try(savepoints=False)
         return self._try(savepoints=True)
 
@@ -182,26 +182,28 @@ class _Batch:
         """Run a body, and flush what it wrote. Returns its result, and that as text."""
         session = sessions_of(self._runtime.engine).within(connection, savepoint=savepoint)
         attempt.writes.use(session)
-        attempt.stopped = False
+        attempt.stopped, shared = False, connection.get_transaction()
         connection.info[_RUNS] = attempt
         try:
             result = self._body(place, attempt)
             stored = results.to_text(result, limit=self._runtime.settings.result_limit)
             session.flush()
-            if attempt.stopped or not connection.in_transaction():  # or it has rolled back more than its own
-                attempt.leave()
-            if savepoint:
-                session.execute(_CHECK_CONSTRAINTS)  # at COMMIT, a violation would roll back everything
+            if attempt.stopped or not connection.in_transaction() or connection.get_transaction() is not shared:
+                attempt.leave()  # perhaps it has rolled back more than its own
+            connection.info[_RUNS] = None
+            if savepoint:  # at COMMIT, a violation would roll back everything
+                session.execute(text("SET CONSTRAINTS ALL IMMEDIATE"))
+                session.execute(text("SET CONSTRAINTS ALL DEFERRED"))
             session.end_with_commit()  # of the savepoint, if there is one
         finally:
-            del connection.info[_RUNS]
+            connection.info[_RUNS] = None
             session.end()
         return result, stored
 
 
 def _leave_if_it_sets(connection: Connection, _cursor: Any, statement: str, *_: Any) -> None:
     attempt = connection.info.get(_RUNS)
-    if attempt is not None and _SETS.match(statement) and statement != _CHECK_CONSTRAINTS.text:
+    if attempt is not None and _SETS.match(statement):
         attempt.leave()
 
 

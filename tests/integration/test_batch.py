@@ -120,6 +120,7 @@ def test_a_key_twice_in_a_batch_runs_once(
         ("swallowed", "failed", 0, None),
         ("sets", "completed", 1, 1),
         ("not json", "failed", 0, None),
+        ("later", "failed", 0, None),
         ("kill", "failed", 0, None),
         ("retry", "failed", 0, None),
     ],
@@ -136,6 +137,8 @@ def test_one_that_cannot_stay_costs_the_others_nothing(
     relay: Any,
     bank: Celery,
 ) -> None:
+    with engine.connect() as connection:
+        connection.execute(text("CREATE TABLE twice (n int UNIQUE DEFERRABLE INITIALLY DEFERRED)"))
     accounts = send(10, e03=how)
     start(LEASE="2")
     eventually(all_ended(engine, accounts), timeout=60)

@@ -57,6 +57,8 @@ def post_entry(self: IdempotentTask, account: str, how: str = "") -> Any:
                 return "swallowed"
         case "sets":
             self.session.execute(text("SET LOCAL search_path = pg_catalog"))
+        case "later":  # a constraint that is checked at COMMIT only
+            self.session.execute(text("INSERT INTO twice VALUES (1), (1)"))
         case "not json":
             return object()
         case "kill":
