@@ -19,6 +19,7 @@ from tests.support.processes import Processes, Worker, eventually
 
 APPLICATION = "tests.support.batched"
 ENTRIES = text("SELECT account, count(*) FROM entries GROUP BY account ORDER BY account")
+SHORT = (("finish.written", crashing.KILL_CHILD), ("finish.committed", crashing.KILL_WORKER))
 # transactions that wrote entries: what was committed together has one
 TOGETHER = text("SELECT count(DISTINCT xmin::text) FROM entries")
 
@@ -112,17 +113,17 @@ def test_a_key_twice_in_a_batch_runs_once(
     ("how", "status", "rows", "attempts"),
     [
         ("once", "completed", 1, 2),
-        ("permanent", "failed", 0, 1),
+        pytest.param("permanent", "failed", 0, 1, marks=pytest.mark.long),
         ("effect", "completed", 1, 1),
-        ("step", "completed", 1, 1),
-        ("rolled back", "completed", 1, 1),
-        ("caught", "completed", 1, 1),
-        ("swallowed", "failed", 0, None),
-        ("sets", "completed", 1, 1),
-        ("not json", "failed", 0, None),
+        pytest.param("step", "completed", 1, 1, marks=pytest.mark.long),
+        pytest.param("rolled back", "completed", 1, 1, marks=pytest.mark.long),
+        pytest.param("caught", "completed", 1, 1, marks=pytest.mark.long),
+        pytest.param("swallowed", "failed", 0, None, marks=pytest.mark.long),
+        pytest.param("sets", "completed", 1, 1, marks=pytest.mark.long),
+        pytest.param("not json", "failed", 0, None, marks=pytest.mark.long),
         ("later", "failed", 0, None),
-        ("kill", "failed", 0, None),
-        ("retry", "failed", 0, None),
+        pytest.param("kill", "failed", 0, None, marks=pytest.mark.long),
+        pytest.param("retry", "failed", 0, None, marks=pytest.mark.long),
     ],
 )
 def test_one_that_cannot_stay_costs_the_others_nothing(
@@ -158,8 +159,14 @@ def test_one_that_cannot_stay_costs_the_others_nothing(
             assert other.attempts == 1
 
 
-@pytest.mark.parametrize("point", ["claimed", "body.entered", "finish.written", "finish.committed"])
-@pytest.mark.parametrize("action", [crashing.KILL_CHILD, crashing.KILL_WORKER])
+@pytest.mark.parametrize(
+    ("point", "action"),
+    [
+        pytest.param(point, action, marks=() if (point, action) in SHORT else pytest.mark.long)
+        for point in ("claimed", "body.entered", "finish.written", "finish.committed")
+        for action in (crashing.KILL_CHILD, crashing.KILL_WORKER)
+    ],
+)
 def test_a_process_that_dies_at_any_moment_loses_and_doubles_nothing(
     point: str, action: str, send: Any, start: Any, engine: Engine, environment: dict[str, str], relay: Any
 ) -> None:
