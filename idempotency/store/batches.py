@@ -21,7 +21,7 @@ WITH given AS MATERIALIZED (
 )
 INSERT INTO idempotency.records
     (tenant, task, key, status, fence, token, locked_until, locked_by, fingerprint, message, queue, service)
-SELECT %(tenant)s, %(task)s, key, 'started', nextval('idempotency.fence'), token,
+SELECT %(tenant)s, %(task)s, key, 'started', pg_catalog.nextval('idempotency.fence'), token,
        clock_timestamp() + make_interval(secs => %(lease)s), %(holder)s, fingerprint, message, queue, %(service)s
 -- in one order everywhere: two batches with the same keys would otherwise wait for each other
 FROM given ORDER BY key

@@ -425,7 +425,8 @@ def until_answered(send: Callable[[], httpx.Response]) -> httpx.Response:
     return eventually(answered, timeout=60, what="an answer")
 
 
-@pytest.mark.parametrize("point", ["finish.written", pytest.param("finish.committed", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("point", ["finish.written", "finish.committed"])
 def test_fifty_identical_requests_to_two_servers_of_which_one_dies_make_one_payment(api: Api, point: str) -> None:
     """One process is killed in the middle of the request that carries it out, and started again."""
     key, directory = new_key(), api.server._environment["CRASH_DIRECTORY"]
