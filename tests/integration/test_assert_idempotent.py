@@ -89,6 +89,8 @@ def test_a_task_that_only_uses_its_session_is_idempotent(bank: Celery, assert_id
     assert "the COMMIT of the finish carried out, and its answer lost" in checked.scenarios
 
 
+@pytest.mark.long
+@pytest.mark.long
 def test_a_step_an_effect_and_a_session_are_idempotent_together(
     bank: Celery, assert_idempotent: Any, recording_server: Any
 ) -> None:
@@ -128,6 +130,7 @@ def test_what_is_enqueued_and_published_in_the_session_is_idempotent(
         assert connection.execute(text("SELECT count(*) FROM idempotency.records")).scalar_one() == 0
 
 
+@pytest.mark.long
 def test_two_effects_without_a_session_are_idempotent(
     define: Callable[..., Any], assert_idempotent: Any, recording_server: Any, call: Callable[..., Any]
 ) -> None:
@@ -141,6 +144,7 @@ def test_two_effects_without_a_session_are_idempotent(
     assert "the COMMIT of the finish carried out, and its answer lost" in checked.scenarios
 
 
+@pytest.mark.long
 def test_a_signature_brings_its_key_and_one_attempt_is_enough(
     define: Callable[..., Any], assert_idempotent: Any
 ) -> None:
@@ -151,6 +155,7 @@ def test_a_signature_brings_its_key_and_one_attempt_is_enough(
     assert_idempotent(signature, ignore=["entries"])
 
 
+@pytest.mark.long
 def test_a_task_that_needs_two_attempts_is_idempotent(
     define: Callable[..., Any], assert_idempotent: Any, recording_server: Any, call: Callable[..., Any]
 ) -> None:
@@ -162,12 +167,14 @@ def test_a_task_that_needs_two_attempts_is_idempotent(
     assert_idempotent(define(stubborn), "a", tables=["entries"])
 
 
+@pytest.mark.long
 def test_a_task_that_is_meant_to_fail_is_compared_too(bank: Celery, assert_idempotent: Any) -> None:
     with pytest.raises(ValueError, match="the plain run failed, so there is nothing to compare with: no_account"):
         assert_idempotent(failing, "a", "permanent", tables=["entries", "failures"])
     assert_idempotent(failing, "a", "permanent", tables=["entries", "failures"], may_fail=True)
 
 
+@pytest.mark.long
 def test_setup_brings_the_rows_back_before_each_scenario(
     define: Callable[..., Any], assert_idempotent: Any, own_engine: Engine
 ) -> None:
@@ -200,6 +207,7 @@ def test_a_separate_session_is_found_by_the_row_it_leaves_twice(
     assert "Not compared, because two plain runs differ in it: entries.id, failures.id" in said
 
 
+@pytest.mark.long
 def test_a_counter_changed_past_the_session_is_shown_with_both_values(
     define: Callable[..., Any], report: Callable[..., Any], own_engine: Engine
 ) -> None:
@@ -241,6 +249,7 @@ def test_a_call_outside_of_an_effect_is_found_even_under_one_key(
     assert "made again although its outcome was known" in said
 
 
+@pytest.mark.long
 def test_an_effect_that_does_not_pass_its_key_on_is_found(
     define: Callable[..., Any], report: Callable[..., Any], call: Callable[..., Any]
 ) -> None:
@@ -252,6 +261,7 @@ def test_an_effect_that_does_not_pass_its_key_on_is_found(
     assert "does not pass on the idempotency_key" in said
 
 
+@pytest.mark.long
 def test_a_random_key_outside_is_found(
     define: Callable[..., Any], report: Callable[..., Any], call: Callable[..., Any]
 ) -> None:
@@ -276,6 +286,7 @@ def test_an_effect_whose_name_changes_with_the_attempt_is_found(
     assert "name is not the same in every attempt" in said
 
 
+@pytest.mark.long
 def test_an_effect_with_a_random_name_is_found(
     define: Callable[..., Any], report: Callable[..., Any], call: Callable[..., Any]
 ) -> None:
@@ -286,6 +297,7 @@ def test_an_effect_with_a_random_name_is_found(
     assert "name is not the same in every attempt" in report(define(random_name), "a")
 
 
+@pytest.mark.long
 def test_an_effect_that_says_something_else_under_the_same_key_is_found(
     define: Callable[..., Any], report: Callable[..., Any], call: Callable[..., Any]
 ) -> None:
@@ -297,6 +309,7 @@ def test_an_effect_that_says_something_else_under_the_same_key_is_found(
     assert "Providers refuse a key" in said
 
 
+@pytest.mark.long
 def test_an_effect_with_other_arguments_in_each_attempt_is_found(
     define: Callable[..., Any], report: Callable[..., Any], call: Callable[..., Any]
 ) -> None:
@@ -355,6 +368,7 @@ def test_a_result_that_counts_the_runs_is_found(define: Callable[..., Any], repo
     assert "Expected:  0\n    Seen:      1" in said
 
 
+@pytest.mark.long
 def test_a_task_that_only_a_former_holder_breaks_is_found_when_overtaken(
     define: Callable[..., Any], report: Callable[..., Any], own_engine: Engine
 ) -> None:
@@ -372,6 +386,7 @@ def test_a_task_that_only_a_former_holder_breaks_is_found_when_overtaken(
     assert "Expected:  once\n    Seen:      2 times" in said
 
 
+@pytest.mark.long
 def test_what_a_process_remembers_is_found_after_a_lost_commit(
     define: Callable[..., Any], report: Callable[..., Any]
 ) -> None:
@@ -470,6 +485,7 @@ def test_a_finish_without_a_session_is_broken_as_well(
     assert (journal.outcome, record("a").status) == ("SUCCESS", "completed")
 
 
+@pytest.mark.long
 def test_without_the_fence_a_right_task_is_found_wrong(
     bank: Celery, report: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -482,6 +498,7 @@ def test_without_the_fence_a_right_task_is_found_wrong(
     assert "Expected:  once\n    Seen:      2 times" in said
 
 
+@pytest.mark.long
 def test_without_an_end_to_doubts_a_right_task_is_found_wrong(
     bank: Celery, report: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -495,6 +512,7 @@ def test_without_an_end_to_doubts_a_right_task_is_found_wrong(
 # ---------------------------------------------------------------- what it refuses, and what it leaves
 
 
+@pytest.mark.long
 def test_columns_may_be_left_out_and_a_misspelt_one_is_refused(
     define: Callable[..., Any], assert_idempotent: Any
 ) -> None:
