@@ -178,7 +178,7 @@ class IdempotentTask(ControlledTask[P, R_co]):
         if self.request.called_directly or self._is_running:
             # A plain call is protected like any other, in a body, too: it runs in this process, under its key.
             if args and isinstance(args[0], Context):
-                return cast(R_co, run_as_errback(self, args, kwargs))
+                return cast(R_co, self._run_as_errback(args, kwargs))
             return cast(R_co, self.apply(args, kwargs, throw=True).get(disable_sync_subtasks=False))
         try:
             prepared = prepared_for(self.request)
@@ -293,6 +293,9 @@ class IdempotentTask(ControlledTask[P, R_co]):
             return Raised(replaced)
         except UnsupportedControl as error:
             return Raised(self._kept(delivery, int(delivery.headers.get(GENERATION_HEADER, 1)), error))
+
+    def _run_as_errback(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        return run_as_errback(self, args, kwargs)
 
     def _refuse(self, delivery: Delivery, generation: int, error: Refusal) -> Refusal:
         """A request under a key that another one has used."""

@@ -291,7 +291,7 @@ def test_a_secret_is_replaced_while_both_sign_and_never_logged(
     caplog.set_level("DEBUG")
     endpoint = register(path="/hooks/secret-in-the-path")
     new = operate.rotate_secret(runtime, ANN, endpoint.id, keep=60)
-    happen(card="4242")
+    happen(card="4242-of-a-card")
     outbox.run()
     (request,) = receiver.webhooks
     for verifier in (new, endpoint.verifier):
@@ -302,7 +302,7 @@ def test_a_secret_is_replaced_while_both_sign_and_never_logged(
     (signature,) = receiver.webhooks[1].headers["webhook-signature"].split(" ")
     Webhook(latest).verify(receiver.webhooks[1].body, receiver.webhooks[1].headers)
     receiver.answer = answering(500)
-    happen(card="4242")
+    happen(card="4242-of-a-card")
     step(outbox), step(outbox)
     with engine.connect() as connection:
         kept = connection.execute(text("SELECT string_agg(a::text, ' ') FROM idempotency.audit a")).scalar_one()
@@ -311,7 +311,7 @@ def test_a_secret_is_replaced_while_both_sign_and_never_logged(
         ).scalar_one()
         kept += connection.execute(text("SELECT string_agg(r.error, ' ') FROM idempotency.records r")).scalar_one()
     said = caplog.text + kept + repr(endpoint)
-    for secret in (endpoint.verifier[6:], new[6:], latest[6:], "4242", "secret-in-the-path", signature):
+    for secret in (endpoint.verifier[6:], new[6:], latest[6:], "4242-of-a-card", "secret-in-the-path", signature):
         assert secret not in said
 
 
