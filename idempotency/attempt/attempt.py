@@ -42,8 +42,6 @@ class Attempt:
 
     # of an effect's first key
     first_number = 1
-    # whether `prepare` reads something
-    reads_more = False
     # whether only an attempt that has run the body itself may fail the operation by what the body raised
     fails_by_running = False
 

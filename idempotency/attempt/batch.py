@@ -119,7 +119,7 @@ class _Batch:
         self._body = body
 
     def run(self) -> dict[int, Finished]:
-        """First without savepoints: they cost two round trips each, and more than 64 slow down every other transaction.
+        """First without savepoints: they cost two round trips each, and beyond 64 every other transaction looks them up on disk.
 
         If one body cannot stay, all are rolled back and run once more, each behind a savepoint.
         """
@@ -170,7 +170,7 @@ class _Batch:
         batches.complete(
             connection,
             [self._attempts[place].claim for place in written],
-            [text for _, text in written.values()],
+            [stored for _, stored in written.values()],
             retention=self._policy.retention_completed,
             lease=self._runtime.settings.lease,
         )

@@ -67,8 +67,7 @@ def run(
         attempt = new_attempt(runtime, answer, delivery, policy)
         delivery = attempt.delivery
         try:
-            if attempt.reads_more:
-                patiently(attempt.prepare)
+            patiently(attempt.prepare)
             ending = _decided_before(ending, attempt) or _run_and_commit(attempt, body)
             return ending.apply(attempt)
         except Waiting:

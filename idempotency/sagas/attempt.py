@@ -50,7 +50,6 @@ class SagaAttempt(Attempt):
 
     saga: sagas.SagaRow
     journal: Journal
-    reads_more = True
     # after a doubt, too: whether its code fits what is recorded is known only where it has run
     fails_by_running = True
 

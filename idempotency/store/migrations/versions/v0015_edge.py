@@ -254,8 +254,8 @@ CREATE INDEX CONCURRENTLY sagas_over ON idempotency.sagas (service, updated_at) 
 """
 
 # Relays and people run these functions, too, with their own rights. Without this, a function that the application has made in
-# another schema of the path, for arguments that fit better than those of Postgres' own, would be run by them. It costs each
-# call about 3 µs. CREATE OR REPLACE forgets it.
+# another schema of the path, for arguments that fit better than those of Postgres' own, would be run by them.
+# CREATE OR REPLACE forgets it.
 OWN_PATH = """
 DO $$
 DECLARE
