@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import kombu
@@ -11,8 +12,10 @@ from sqlalchemy import Engine, text
 from sqlalchemy.orm import Session
 
 from idempotency.application import runtime_of
+from idempotency.errors import CallFailed
 from idempotency.letters import storing
 from idempotency.operate.replay import replay
+from idempotency.sagas import saga
 from idempotency.store import testing as stored
 from idempotency.wire.message import Message
 from tests.support.deliveries import Deliveries, Outcome, deliver_row
@@ -42,6 +45,18 @@ class Stage:
             handle = task.enqueue(session, *args, **kwargs)
             session.commit()
         return handle
+
+    def goes_on_without(self, task: Any) -> None:
+        """Run a saga to its end that calls a task, and goes on when that fails."""
+
+        @saga("parent", key="{id}", app=self.app)
+        def parent(saga: Any, id: str) -> Any:
+            with contextlib.suppress(CallFailed):
+                saga.call(task)
+
+        handle = self.enqueue(parent, "r1")
+        self.run()
+        assert handle.status() == "completed"
 
     def deliver(self) -> Outcome | None:
         """Deliver what is due first."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 from sqlalchemy import text
 
 from idempotency import DidNotHappen, EffectUnknown, Happened, IdempotentTask, PermanentError
-from idempotency.errors import CallFailed, ReplayRefused
+from idempotency.errors import ReplayRefused
 from idempotency.operate import discard
 from idempotency.operate import saga as operate
 from idempotency.operate.people import Person
@@ -34,14 +33,7 @@ def test_a_call_whose_replay_could_not_be_published_begins_nothing_once_its_firs
     """The relay's letter is all that is left."""
     charging, shipped = shipping(stage)
 
-    @saga("parent", key="{id}", app=stage.app)
-    def parent(saga: Any, id: str) -> Any:
-        with contextlib.suppress(CallFailed):
-            saga.call(charging)
-
-    handle = stage.enqueue(parent, "r1")
-    stage.run()
-    assert handle.status() == "completed"
+    stage.goes_on_without(charging)
     found(stage, charging, Happened("ch_1"))
     replay(stage.app, letter_of(stage, charging), ANN)
     is_unpublishable(stage, charging)

@@ -72,14 +72,7 @@ def test_a_letter_of_a_call_knows_its_saga_once_that_is_purged(stage: Stage) -> 
     """The closed letter of before names the saga that has gone on, and stays for that."""
     charging, shipped = shipping(stage)
 
-    @saga("parent", key="{id}", app=stage.app)
-    def parent(saga: Any, id: str) -> Any:
-        with contextlib.suppress(CallFailed):
-            saga.call(charging)
-
-    handle = stage.enqueue(parent, "r1")
-    stage.run()
-    assert handle.status() == "completed"
+    stage.goes_on_without(charging)
     found(stage, charging, Happened("ch_1"))
     replay(stage.app, letter_of(stage, charging), ANN)
     stage.run()
@@ -160,14 +153,7 @@ def test_a_call_that_a_saga_has_gone_on_from_may_only_finish_though_its_letter_i
 ) -> None:
     charging, shipped = shipping(stage)
 
-    @saga("parent", key="{id}", app=stage.app)
-    def parent(saga: Any, id: str) -> Any:
-        with contextlib.suppress(CallFailed):
-            saga.call(charging)
-
-    handle = stage.enqueue(parent, "r1")
-    stage.run()
-    assert handle.status() == "completed"
+    stage.goes_on_without(charging)
     found(stage, charging, Happened("ch_0"), end=True)
     purged(stage, "parent")
     with stage.engine.begin() as connection:  # by two people
