@@ -5,16 +5,13 @@ The function does nothing, so what is measured is two commits more: that the cal
 
 from __future__ import annotations
 
-from .contenders.contest import Contest, Rates, in_turns
+from .contenders.contest import Contest, Rates
 
 
 def measure(contest: Contest, *, rounds: int, messages: int) -> Rates:
     """Jobs per second, by contender and round."""
-    plain, ours = contest.celery("plain_outside"), contest.celery("outside")
-    with contest.started(plain, ours, messages=messages):
-        return in_turns(
-            (plain, ours),
-            rounds,
-            lambda side, round_: contest.turn(side, contest.numbers(messages if round_ else max(messages // 4, 1))),
-            "outside: plain and an effect in turns",
+    sides = [contest.celery(name) for name in ("plain_outside", "outside")]
+    with contest.started(*sides, messages=messages):
+        return contest.race(
+            sides, rounds=rounds, messages=messages, description="outside: plain and an effect in turns"
         )

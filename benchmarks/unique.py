@@ -6,7 +6,7 @@ absolute times on shared machines say little.
 
 from __future__ import annotations
 
-from .contenders.contest import Contest, Rates, in_turns
+from .contenders.contest import Contest, Rates
 
 # What our task is compared with, and the name in RESULT lines.
 OTHERS = ("plain", "dbos", "procrastinate", "powertools", "celery_once")
@@ -18,13 +18,4 @@ def measure(contest: Contest, *, rounds: int, messages: int) -> Rates:
         celery = [contest.celery(name) for name in ("plain", "unique", "powertools", "celery_once")]
         sides = (*celery, procrastinate, dbos)
         with contest.started(*sides, messages=messages):
-            return in_turns(
-                sides,
-                rounds,
-                lambda side, round_: contest.turn(
-                    side,
-                    contest.numbers(messages if round_ else max(messages // 4, 1)),
-                    [other for other in sides if other is not side],
-                ),
-                "unique: ours and others in turns",
-            )
+            return contest.race(sides, rounds=rounds, messages=messages, description="unique: ours and others in turns")
