@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..observe import metrics
 from ..observe.logs import log
@@ -22,7 +22,7 @@ from ..tls import redis_options
 from ..wire.keys import OperationId
 
 if TYPE_CHECKING:
-    import redis
+    from redis.connection import ConnectionPool
 
 # Sent as text each time: EVALSHA would cost a round trip to ask whether a restarted Redis still knows the script.
 # Value of a hint: "<token> <fingerprint>", with " counted" behind it once a duplicate was counted.
@@ -75,33 +75,15 @@ class Hints:
         self._lease_ms = max(int(lease * 1000), 1)
         self._pause = pause
         self._skip_until = 0.0
-        self._url = url
-        self._timeout = timeout
         self._dropped: deque[tuple[str, str]] = deque()
-        self._redis = self._client()
+        self._redis = None if url is None else _Connections(url, timeout)
 
     def with_own_connections(self) -> Hints:
         """The same hints over separate connections: under gevent no socket may serve two threads."""
         other = copy.copy(self)
-        other._redis = self._client()
+        if self._redis is not None:
+            other._redis = self._redis.separate()
         return other
-
-    def _client(self) -> redis.Redis | None:
-        if self._url is None:
-            return None
-        import redis
-        from redis.backoff import NoBackoff
-        from redis.retry import Retry
-
-        return redis.Redis.from_url(
-            self._url,
-            **redis_options(self._url),
-            decode_responses=True,
-            socket_timeout=self._timeout,
-            socket_connect_timeout=self._timeout,
-            # redis-py's own retries can outlast a lease, and find their own first answer on the second try.
-            retry=Retry(NoBackoff(), 0),
-        )
 
     def take(self, id: OperationId, token: str, fingerprint: str) -> Hint:
         """Ask whether there is a holder, and leave our hint if there is none.
@@ -151,14 +133,69 @@ class Hints:
         names = [name for name, _ in hints]
         values = [value for _, value in hints]
         try:
-            answer: object = self._redis.eval(script, len(names), *names, self._lease_ms, *values)
-            return answer
+            return self._redis.ask("EVAL", script, len(names), *names, self._lease_ms, *values)
         except RedisError as error:
             # One slow call is enough: for the next seconds every task asks Postgres alone.
             self._skip_until = time.monotonic() + self._pause
             metrics.redis_unavailable.inc()
             log.warning("redis_unavailable", error=type(error).__name__, pause_seconds=self._pause)
             return None
+
+
+class _Connections:
+    """Connections to Redis, for one command at a time each.
+
+    They are redis-py's, without its client: that looks after cluster nodes, its own metrics and retries around each command,
+    which costs three times the command itself.
+    """
+
+    def __init__(self, url: str, timeout: float) -> None:
+        from redis.backoff import NoBackoff
+        from redis.connection import ConnectionPool
+        from redis.retry import Retry
+
+        self._pool: ConnectionPool = ConnectionPool.from_url(
+            url,
+            **redis_options(url),
+            decode_responses=True,
+            socket_timeout=timeout,
+            socket_connect_timeout=timeout,
+            # redis-py's own retries can outlast a lease
+            retry=Retry(NoBackoff(), 0),
+        )
+        self._idle: deque[Any] = deque()
+
+    def separate(self) -> _Connections:
+        """The same, over other connections."""
+        other = copy.copy(self)
+        other._idle = deque()
+        return other
+
+    def ask(self, *command: Any) -> object:
+        """Send a command and wait for its answer. Raises `RedisError`.
+
+        Sent once more if an idle connection turns out to be closed, as after a restart: our scripts find what they have
+        done themselves, and change nothing the second time.
+        """
+        from redis.exceptions import ConnectionError as Closed
+
+        try:
+            return self._ask(self._idle.pop(), command)
+        except IndexError:
+            pass
+        except Closed:
+            self._idle.clear()
+        return self._ask(self._pool.make_connection(), command)
+
+    def _ask(self, connection: Any, command: Sequence[Any]) -> object:
+        try:
+            connection.send_command(*command)
+            answer: object = connection.read_response()
+        except BaseException:  # an answer that is still to come would be the next command's
+            connection.disconnect()
+            raise
+        self._idle.append(connection)
+        return answer
 
 
 def hint_name(id: OperationId, owner: str) -> str:

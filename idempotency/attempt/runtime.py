@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import psycopg
-from sqlalchemy import Connection, Engine, event
+from sqlalchemy import Connection, Engine
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 from sqlalchemy.pool import NullPool, StaticPool
 
@@ -44,11 +44,9 @@ class Runtime:
         self.pid = os.getpid()
         self.settings = settings
         self.holder = process_identity()
-        self.engine = connections.make_attempts_engine(self.settings, pool_reset_on_return=None)
-        refuse_others_commits(self.engine)
+        self.engine = connections.make_attempts_engine(self.settings)
+        refuse_others_commits()
         use_sessions(self.engine, self.settings.session)
-        # Undo what a body has SET: the next attempt on the connection starts as if it had just connected.
-        event.listen(self.engine, "reset", connections.reset)
         # Claims and effects are statements that commit by themselves. With their own pool, no attempt pays the round
         # trips of switching a connection's mode; an attempt never holds a connection of each pool at once.
         self._autocommit_engine = connections.make_engine(

@@ -61,6 +61,15 @@ class AttemptSession(Session):
             "the session belongs to the attempt, which closes it: `with self.session` would undo its work"
         )
 
+    def check_commit(self) -> None:
+        """Raise `SessionNotYours` unless the session's owner commits: asked by its connection."""
+        if not self._may_commit:
+            raise SessionNotYours(_REFUSAL)
+
+    def check_statement(self, statement: str) -> None:
+        """Raise `SessionNotYours` for a statement that would end the attempt's transaction: asked by its connection."""
+        refuse_end_of_transaction(statement)
+
     def end_with_commit(self) -> None:
         """Commit, for the session's owner."""
         self._may_commit = True
@@ -123,10 +132,6 @@ _ENDS_TRANSACTION = re.compile(
     r"(?:commit|end|abort|prepare\s+transaction|rollback(?!\s+(?:(?:work|transaction)\s+)?to\b))\b",
     re.IGNORECASE | re.DOTALL,
 )
-# The key in `connection.info` of the session that works on the connection.
-_OWNER = "idempotency.session"
-_SETS_ROLE = re.compile(r"\bset\b.*\b(?:role|authorization)\b|\bset_config\W+role\b", re.IGNORECASE | re.DOTALL)
-_HAS_ROLE = "idempotency.role"
 
 
 def refuse_end_of_transaction(statement: str) -> None:
@@ -141,22 +146,6 @@ def _refuse_commit(session: AttemptSession) -> None:
         raise SessionNotYours(_REFUSAL)
 
 
-def takes_role(statement: str) -> bool:
-    """Whether a statement may take on another role."""
-    return _SETS_ROLE.search(statement) is not None
-
-
-def note_role(connection: Connection) -> None:
-    """Note that a connection may have another role, for `reset_role`."""
-    connection.info[_HAS_ROLE] = True
-
-
-def reset_role(connection: Connection) -> None:
-    """Drop a role that a body has taken on: it need not have rights on our tables, and SET LOCAL lasts until COMMIT."""
-    if connection.info.pop(_HAS_ROLE, False):
-        connection.exec_driver_sql("RESET ROLE")
-
-
 def _own(session: AttemptSession, _: Any, connection: Connection) -> None:
     owned = session._owned
     if owned is not None and owned is not connection and not owned.closed:
@@ -164,7 +153,7 @@ def _own(session: AttemptSession, _: Any, connection: Connection) -> None:
             "the session has begun on a second connection (by its binds or get_bind): what is written there would not "
             "be committed with the operation"
         )
-    connection.info[_OWNER] = session
+    connection.connection.driver_connection.owner = session  # type: ignore[union-attr]
     session._owned = connection
     if session._tenant is not None:
         act_for(connection, [session._tenant])
@@ -175,30 +164,12 @@ def _disown(session: AttemptSession, transaction: Any) -> None:
     if transaction.parent is None and connection is not None:
         session._owned = None
         if not connection.closed and not connection.invalidated:
-            connection.info.pop(_OWNER, None)
+            connection.connection.driver_connection.owner = None  # type: ignore[union-attr]
 
 
-def refuse_others_commits(engine: Engine) -> None:
+def refuse_others_commits() -> None:
     """Refuse a commit on the connection of an attempt's session like a commit of the session itself."""
     if not event.contains(AttemptSession, "before_commit", _refuse_commit):
         event.listen(AttemptSession, "before_commit", _refuse_commit)
         event.listen(AttemptSession, "after_begin", _own)
         event.listen(AttemptSession, "after_transaction_end", _disown)
-
-    @event.listens_for(engine, "commit")
-    def _(connection: Connection) -> None:
-        session = connection.info.get(_OWNER)
-        if session is not None and not session._may_commit:
-            connection.invalidate()  # a later commit must not include this transaction's work
-            raise SessionNotYours(_REFUSAL)
-
-    @event.listens_for(engine, "before_cursor_execute")
-    def _(connection: Connection, _cursor: Any, statement: str, *_: Any) -> None:
-        if _OWNER in connection.info:
-            refuse_end_of_transaction(statement)
-        if takes_role(statement):
-            note_role(connection)
-
-    @event.listens_for(engine, "checkin")
-    def _(_: Any, record: Any) -> None:
-        record.info.pop(_OWNER, None)  # a closing session returns its connection before `after_transaction_end`

@@ -25,9 +25,10 @@ from ..observe import metrics
 from ..observe.crash_points import crash_point
 from ..observe.logs import log
 from ..store.answers import Claimed
+from ..store.statements import reset_role
 from .heartbeat import Holding
 from .runtime import Runtime
-from .session import AttemptSession, reset_role, sessions_of
+from .session import AttemptSession, sessions_of
 
 T = TypeVar("T")
 # A finishing statement divides by zero (SQLSTATE 22012) when the attempt is not the holder.

@@ -21,6 +21,8 @@ from .statements import (
     CheckedConnection,
     OneStatementCursor,
     TransactionCursor,
+    begin_on_clean_connections,
+    commits_each,
     treat_stale_as_unavailable,
     use_checked_connections,
 )
@@ -34,12 +36,14 @@ def make_engine(
     session: Mapping[str, object] | None = None,
     connect: Mapping[str, object] | None = None,
     patience: float | None = None,
+    begins: bool = False,
     **options: Any,
 ) -> Engine:
     """An engine for the library's database, whose connections are checked and have the required settings.
 
     `session`: settings of Postgres for its sessions; `connect`: arguments of libpq; both in addition to ours.
     `patience`: seconds until an answer counts as lost; only for engines that run nothing but our own statements.
+    `begins`: see `begin_on_clean_connections`; what then begins a transaction is asked for its settings there.
     """
     if "poolclass" not in options:
         options |= {"pool_size": settings.pool_size, "max_overflow": settings.pool_size}
@@ -86,9 +90,10 @@ def make_engine(
         if driver.autocommit != autocommits or not has_options:
             raise SettingsError("idempotency_engine: must pass all its arguments on to create_engine; some were lost")
 
-    event.listen(engine, "begin", _begin)
     if options.get("isolation_level") == "AUTOCOMMIT":
         event.listen(engine, "connect", _wrap_statements)
+    elif not begins:
+        event.listen(engine, "begin", _begin)
     treat_stale_as_unavailable(engine)
     return engine
 
@@ -121,7 +126,12 @@ def make_attempts_engine(settings: Settings, **options: Any) -> Engine:
     longest_ms = math.ceil(settings.longest_run * 1000)
     # A body that hangs in a transaction or a statement cannot be the holder for longer, and should hold no locks.
     limits = {"idle_in_transaction_session_timeout": longest_ms, "statement_timeout": longest_ms}
-    return make_engine(settings, session=limits, connect={"cursor_factory": OneStatementCursor}, **options)
+    connect = {"cursor_factory": OneStatementCursor}
+    options = {"pool_reset_on_return": None, "pool_pre_ping": True, **options}
+    engine = make_engine(settings, session=limits, connect=connect, begins=True, **options)
+    begin_on_clean_connections(engine)
+    event.listen(engine, "reset", _roll_back)
+    return engine
 
 
 def make_migrations_engine(settings: Settings) -> Engine:
@@ -177,7 +187,7 @@ SELECT current_setting('default_transaction_isolation'), pg_backend_pid(), EXIST
 def _begin(connection: Connection) -> None:
     """Behind a pooler, give a transaction the settings that another connection has from its start."""
     driver: Any = connection.connection.driver_connection
-    if driver.is_pooled and not driver.autocommit:
+    if driver.is_pooled:
         connection.exec_driver_sql(driver.set_local)
 
 
@@ -193,10 +203,10 @@ def act_for(connection: Connection, tenants: Collection[str]) -> None:
     if any("\n" in tenant for tenant in tenants):
         raise InvalidKey("tenant: must not contain a line break")
     named = "\n".join(sorted(set(tenants)))
-    if driver.autocommit and driver.is_pooled:
-        driver.tenants = named
-    elif not driver.autocommit:
+    if not commits_each(driver):
         connection.exec_driver_sql(SET_TENANTS, {"tenants": named, "local": True})
+    elif driver.is_pooled:
+        driver.tenants = named
     elif driver.tenants != named:
         driver.tenants = None  # until it is answered
         connection.exec_driver_sql(SET_TENANTS, {"tenants": named, "local": False})
@@ -208,24 +218,12 @@ def _wrap_statements(driver: CheckedConnection, _: Any) -> None:
         driver.cursor_factory = TransactionCursor
 
 
-def reset(driver: CheckedConnection, record: Any, state: PoolResetState) -> None:
-    """Reset what a body has SET when its connection returns to the pool; the connection options stay.
-
-    Not behind a pooler, where the next statement may reach another backend: what a body has SET there without LOCAL
-    stays, and its backend serves other clients with it.
-    """
+def _roll_back(driver: CheckedConnection, record: Any, state: PoolResetState) -> None:
+    """Roll back what an attempt has left open when its connection returns to the pool."""
+    driver.owner = None  # a closing session returns its connection before `after_transaction_end`
     if state.terminate_only or driver.closed:
         return
     try:
         driver.rollback()
-        if driver.is_pooled:
-            return
-        driver.autocommit = True  # one round trip instead of three
-        psycopg.Cursor(driver).execute(_RESET)
-        driver.autocommit = False
     except psycopg.Error as error:
         record.invalidate(error)  # Postgres is unavailable; the next user will notice
-
-
-# the first also forgets the role of the connection's options, which the second brings back
-_RESET = "RESET SESSION AUTHORIZATION; RESET ROLE; RESET ALL"

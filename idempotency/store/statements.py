@@ -12,7 +12,7 @@ import time
 import traceback
 from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Protocol, Self
 from weakref import WeakSet
 
 import psycopg
@@ -21,7 +21,7 @@ from psycopg.rows import namedtuple_row
 from sqlalchemy import Connection, Engine, ExceptionContext, event
 from sqlalchemy.exc import DBAPIError, OperationalError, StatementError
 
-from ..errors import NotConnected, SettingsError
+from ..errors import NotConnected, SessionNotYours, SettingsError
 from ..observe import outages
 from ..text import without_values
 
@@ -42,17 +42,46 @@ _CURSOR = "idempotency.cursor"
 SET_TENANTS = "SELECT set_config('idempotency.tenant', %(tenants)s, %(local)s)"
 # Those whose connections ask for row-level security when they are opened.
 _engines: WeakSet[Engine] = WeakSet()
+# The first also forgets the role of the connection's options, which the second brings back.
+_BEGIN = "RESET SESSION AUTHORIZATION; RESET ROLE; RESET ALL; BEGIN"
+_SETS_ROLE = re.compile(r"\bset\b.*\b(?:role|authorization)\b|\bset_config\W+role\b", re.IGNORECASE | re.DOTALL)
 # Frames: enough to reach the application's code below those of a client library.
 PLACES = 6
 # Characters: enough for a sentence.
 ERROR_LIMIT = 500
 
 
-class CheckedConnection(psycopg.Connection[Any]):
+class Owner(Protocol):
+    """An attempt's session, which alone may end the transaction of the connection that it works on."""
+
+    def check_commit(self) -> None:
+        """Raise `SessionNotYours` unless the attempt commits."""
+
+    def check_statement(self, statement: str) -> None:
+        """Raise `SessionNotYours` for a statement that would end the transaction."""
+
+
+class OwnedConnection(psycopg.Connection[Any]):
+    """A connection whose transaction only its owner commits. SQLAlchemy's events would cost each statement more."""
+
+    owner: Owner | None = None
+    # whether a statement of this transaction may have taken on another role
+    may_have_role = False
+
+    def commit(self) -> None:
+        if self.owner is not None:
+            self.owner.check_commit()
+        super().commit()
+
+
+class CheckedConnection(OwnedConnection):
     """A connection that rejects commits which a standby did not confirm, and does not wait forever for an answer.
 
     In both cases it raises `psycopg.OperationalError` and is closed, as if the answer was lost.
     """
+
+    # Whether its transactions begin by `begin`, and not by psycopg with their first statement.
+    begins = False
 
     # Seconds until an answer counts as lost; None for bodies, whose statements may take as long as they need.
     patience: float | None = None
@@ -83,6 +112,19 @@ class CheckedConnection(psycopg.Connection[Any]):
         if self._warned and self.pgconn.transaction_status == TransactionStatus.IDLE:
             self._fail("committed, but not confirmed by a synchronous standby")
         return answer
+
+    def begin(self) -> None:
+        """Begin a transaction as on a new connection: what a body has SET is undone, the connection's options stay.
+
+        One round trip, on a connection in AUTOCOMMIT mode. A rollback brings back what was SET, until the next `begin`.
+        Behind a pooler a RESET would meet another backend: what a body has SET there without LOCAL stays, and its backend
+        serves other clients with it.
+        """
+        if self.pgconn.transaction_status != TransactionStatus.IDLE:
+            return  # when it was taken from the pool
+        # not the connection's own kind of cursor, which would refuse several statements
+        psycopg.Cursor(self).execute(f"BEGIN; {self.set_local}" if self.is_pooled else _BEGIN)
+        self.may_have_role = False
 
     def _with_deadline(self, gen: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
         assert self.patience is not None
@@ -120,6 +162,21 @@ class OneStatement:
 class OneStatementCursor(OneStatement, psycopg.Cursor[Any]):
     """What a body's session executes with."""
 
+    def execute(self, query: Any, params: Any = None, **options: Any) -> Self:
+        self._check(query)
+        return super().execute(query, params, **options)
+
+    def executemany(self, query: Any, params_seq: Any, **options: Any) -> None:
+        self._check(query)
+        super().executemany(query, params_seq, **options)
+
+    def _check(self, query: Any) -> None:
+        connection = self.connection
+        if isinstance(query, str) and isinstance(connection, OwnedConnection):
+            if connection.owner is not None:
+                connection.owner.check_statement(query)
+            connection.may_have_role = connection.may_have_role or takes_role(query)
+
 
 class TransactionCursor(psycopg.Cursor[Any]):
     """Runs each statement in a transaction with our settings, for a connection in AUTOCOMMIT mode behind a pooler.
@@ -137,6 +194,56 @@ class TransactionCursor(psycopg.Cursor[Any]):
             if connection.tenants:
                 psycopg.Cursor(connection).execute(SET_TENANTS, {"tenants": connection.tenants, "local": True})
             return super().execute(query, params, **options)
+
+
+def commits_each(driver: psycopg.Connection[Any]) -> bool:
+    """Whether each statement on a connection commits by itself."""
+    return driver.autocommit and not getattr(driver, "begins", False)
+
+
+def begin_on_clean_connections(engine: Engine) -> None:
+    """Let the engine's transactions begin by `CheckedConnection.begin`, which undoes what an earlier one has SET.
+
+    With `pool_pre_ping`, one begins as soon as a connection is taken from the pool. If its server has gone, the pool
+    replaces it: nobody notices, and no round trip is spent on asking.
+    """
+
+    @event.listens_for(engine, "connect")
+    def _(driver: CheckedConnection, _: Any) -> None:
+        driver.autocommit = driver.begins = True
+
+    def begin(connection: Any) -> None:
+        connection.dbapi_connection.begin()
+
+    def ping(driver: Any) -> bool:
+        driver.begin()
+        return True
+
+    engine.dialect.do_begin = begin  # type: ignore[method-assign, assignment]
+    engine.dialect.do_ping = ping  # type: ignore[method-assign, assignment]
+    invalidate_after_refused_commit(engine)
+
+
+def invalidate_after_refused_commit(engine: Engine) -> None:
+    """Give up a connection on which a commit was refused: a later one must not include this transaction's work."""
+
+    @event.listens_for(engine, "handle_error")
+    def _(context: ExceptionContext) -> None:
+        if isinstance(context.original_exception, SessionNotYours) and context.statement is None:
+            context.is_disconnect, context.invalidate_pool_on_disconnect = True, False
+
+
+def reset_role(connection: Connection) -> None:
+    """Drop a role that a body has taken on: it need not have rights on our tables, and SET LOCAL lasts until COMMIT."""
+    driver: Any = connection.connection.driver_connection
+    if getattr(driver, "may_have_role", False):
+        driver.may_have_role = False
+        connection.exec_driver_sql("RESET ROLE")
+
+
+def takes_role(statement: str) -> bool:
+    """Whether a statement may take on another role."""
+    return _SETS_ROLE.search(statement) is not None
 
 
 def use_checked_connections(engine: Engine, *, patience: float | None, set_local: str) -> None:
@@ -188,12 +295,14 @@ def execute(connection: Connection, statement: str, parameters: Mapping[str, Any
     """
     driver = connection.connection.driver_connection
     assert isinstance(driver, psycopg.Connection)
-    if not (driver.autocommit or connection.in_transaction()):
+    if not (commits_each(driver) or connection.in_transaction()):
         connection.begin()  # or SQLAlchemy's commit() would do nothing
     try:
         cursor: Any = connection.info.get(_CURSOR)
         if cursor is None:
-            cursor = connection.info[_CURSOR] = driver.cursor(row_factory=namedtuple_row)
+            # bodies' statements are checked, not ours
+            kind = psycopg.Cursor if driver.cursor_factory is OneStatementCursor else driver.cursor_factory
+            cursor = connection.info[_CURSOR] = kind(driver, row_factory=namedtuple_row)
         return cursor.execute(statement, parameters)
     except psycopg.Error as error:
         if _is_stale(driver, error):
@@ -323,6 +432,8 @@ def treat_stale_as_unavailable(engine: Engine) -> None:
         if isinstance(error, psycopg.Error) and _is_stale(_driver(context.connection), error):
             context.is_disconnect = True
             raise _given_up(context.statement, error)
+        if context.is_pre_ping:
+            return  # the pool replaces the connection
         if isinstance(error, psycopg.OperationalError) and context.connection is None:
             raise NotConnected(None, None, error, hide_parameters=True)
 

@@ -109,6 +109,19 @@ def test_a_connection_whose_server_has_gone_is_replaced_in_silence(
         assert connection.exec_driver_sql("SELECT pg_backend_pid()").scalar_one() != gone
 
 
+def test_a_connection_whose_server_went_while_it_was_idle_is_replaced_in_silence(
+    bank: Celery, engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    runtime = runtime_of(bank)
+    with runtime.engine.connect() as connection:
+        gone = connection.exec_driver_sql("SELECT pg_backend_pid()").scalar_one()
+    with engine.connect() as other:
+        other.execute(text("SELECT pg_terminate_backend(:pid, 5000)"), {"pid": gone})
+    with runtime.engine.connect() as connection:
+        assert connection.exec_driver_sql("SELECT pg_backend_pid()").scalar_one() != gone
+    assert caplog.text == ""
+
+
 # ---------------------------------------------------------------- commits that a standby has not confirmed
 
 

@@ -27,15 +27,15 @@ from sqlalchemy import event
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.orm import Session, SessionTransaction
 
-from ...attempt.session import note_role, refuse_end_of_transaction, takes_role
+from ...attempt.session import refuse_end_of_transaction
 from ...errors import SessionNotYours, SettingsError
 from ...observe.logs import log
-from ...store.statements import READ_ONLY, OneStatement, leave_out_values
+from ...store.statements import READ_ONLY, OneStatement, OwnedConnection, leave_out_values, takes_role
 
 _NOT_YOURS = "the connection's transaction belongs to the attempt, which commits it with the result"
 
 
-class Face(psycopg.Connection[Any]):
+class Face(OwnedConnection):
     """A second face of a connection: the same session of Postgres, with other types or rules. Its owner closes it."""
 
     def __init__(self, owner: psycopg.Connection[Any]) -> None:
@@ -213,7 +213,8 @@ class AttemptWrapper(BaseDatabaseWrapper):
         statement = sql.as_string(self.connection) if isinstance(sql, Composable) else str(sql)
         refuse_end_of_transaction(statement)
         if self._watched is not None and takes_role(statement):
-            note_role(self._watched.connection())
+            driver: Any = self._watched.connection().connection.driver_connection
+            driver.may_have_role = True
         try:
             return execute(sql, params, many, context)
         except DatabaseError as error:

@@ -20,9 +20,10 @@ from sqlalchemy.pool import NullPool
 
 from ...application import settings_of
 from ...attempt.runtime import Runtime
-from ...attempt.session import refuse_others_commits, use_sessions
+from ...attempt.session import use_sessions
 from ...settings import Settings
 from ...store.answers import Claimed, Renewal
+from ...store.statements import OneStatementCursor, invalidate_after_refused_commit
 from .orm import Face
 
 # Set LOCAL by our finishing statements, for their own transaction; a test's goes on.
@@ -34,6 +35,7 @@ class SavepointConnection(Face):
 
     def __init__(self, owner: psycopg.Connection[Any]) -> None:
         super().__init__(owner)
+        self.cursor_factory = OneStatementCursor
         self._is_open = False
 
     def begin(self) -> None:
@@ -41,6 +43,8 @@ class SavepointConnection(Face):
         self._run(b"SAVEPOINT idempotency")
 
     def commit(self) -> None:
+        if self.owner is not None:
+            self.owner.check_commit()
         if self._is_open:
             self._is_open = False
             self._run(b"RELEASE SAVEPOINT idempotency", _RESET)
@@ -69,7 +73,6 @@ class TestRuntime(Runtime):
         super().__init__(settings.model_copy(update={"redis_url": None}))
         self.owner = owner
         self.engine = _engine(settings, owner)
-        refuse_others_commits(self.engine)
         use_sessions(self.engine, settings.session)
 
     @contextmanager
@@ -94,6 +97,7 @@ def _engine(settings: Settings, owner: psycopg.Connection[Any]) -> Engine:
         driver: Any = connection.connection.driver_connection
         driver.begin()
 
+    invalidate_after_refused_commit(engine)
     return engine
 
 
