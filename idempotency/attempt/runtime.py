@@ -59,6 +59,7 @@ class Runtime:
             isolation_level="AUTOCOMMIT",
             pool_reset_on_return=None,
         )
+        self._kept = connections.KeptConnection(self._autocommit_engine)
         self.hints = Hints(
             None if self.settings.redis_url is None else self.settings.redis_url.get_secret_value(),
             owner=self.settings.owner,
@@ -94,6 +95,7 @@ class Runtime:
         self.heartbeat.stop()
         self.hints.flush()
         self.readers.shutdown(wait=False)
+        self._kept.close()
         for engine in self._engines:
             engine.dispose()
 
@@ -104,6 +106,7 @@ class Runtime:
 
     def abandon(self) -> None:
         """Forget inherited connections without closing the parent's sockets."""
+        self._kept.forget()
         for engine in self._engines:
             engine.dispose(close=False)
 
@@ -117,18 +120,21 @@ class Runtime:
 
         Where row-level security is on, a role of one tenant at a time gets an error for any other row.
         """
-        with self._autocommit_engine.connect() as connection:
-            try:
-                connections.act_for(connection, tenants)
-                yield connection
-            except SQLAlchemyError as error:
-                if isinstance(error, DBAPIError) and error.connection_invalidated:
-                    self._forget_idle_connections()
-                raise
-            except BaseException:
-                # A signal in the middle of a statement leaves its answer on the wire: never use that connection again.
-                connection.invalidate()
-                raise
+        connection, is_usable = self._kept.take(), False
+        try:
+            connections.act_for(connection, tenants)
+            yield connection
+            is_usable = True
+        except SQLAlchemyError as error:
+            if isinstance(error, DBAPIError) and error.connection_invalidated:
+                self._forget_idle_connections()
+            raise
+        except BaseException:
+            # A signal in the middle of a statement leaves its answer on the wire: never use that connection again.
+            connection.invalidate()
+            raise
+        finally:
+            self._kept.give_back(connection, is_usable=is_usable)
 
     @contextmanager
     def transaction(self, *tenants: str) -> Iterator[Connection]:

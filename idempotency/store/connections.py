@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import re
+import time
+from collections import deque
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from typing import Any
@@ -12,7 +14,7 @@ from weakref import WeakSet
 import psycopg
 from sqlalchemy import Connection, Engine, create_engine, event
 from sqlalchemy.engine import make_url
-from sqlalchemy.pool import NullPool, PoolResetState
+from sqlalchemy.pool import NullPool, Pool, PoolResetState
 
 from ..errors import InvalidKey, SettingsError
 from ..settings import Settings
@@ -119,6 +121,66 @@ def login(settings: Settings) -> Mapping[str, Any]:
 
 class _NotedError(Exception):
     pass
+
+
+# Seconds. A connection that was idle for longer goes through its pool, where an application's engine may have it checked.
+FRESH = 1.0
+
+
+class KeptConnection:
+    """A connection in AUTOCOMMIT mode that a process with one thread keeps from one statement to the next.
+
+    Taking it from its pool and returning it cost more than a claim itself. It is kept only while no other thread uses the
+    engine, so none ever waits in the pool for it.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._inside: deque[None] = deque()  # one for each thread that has a connection, or waits for one
+        self._kept: deque[tuple[Pool, Connection, float]] = deque()
+
+    def take(self) -> Connection:
+        """A connection, to be given back."""
+        self._inside.append(None)
+        try:
+            pool, connection, since = self._kept.pop()
+            # it may have been disposed of meanwhile
+            if pool is self._engine.pool and time.monotonic() - since < FRESH:
+                return connection
+            connection.close()
+        except IndexError:
+            pass
+        try:
+            return self._engine.connect()
+        except BaseException:
+            self._inside.pop()
+            raise
+
+    def give_back(self, connection: Connection, *, is_usable: bool) -> None:
+        """Keep a connection, or close it."""
+        pool = self._engine.pool
+        try:
+            if (
+                is_usable
+                and len(self._inside) == 1
+                and not (
+                    self._kept or connection.invalidated or connection.in_transaction() or isinstance(pool, NullPool)
+                )
+            ):
+                self._kept.append((pool, connection, time.monotonic()))
+            else:
+                connection.close()
+        finally:
+            self._inside.pop()
+
+    def close(self) -> None:
+        """Close what is kept."""
+        with suppress(IndexError):
+            self._kept.pop()[1].close()
+
+    def forget(self) -> None:
+        """Forget it without closing it: it is the parent's."""
+        self._kept.clear()
 
 
 def make_attempts_engine(settings: Settings, **options: Any) -> Engine:
