@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from enum import StrEnum
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from ..observe import metrics
@@ -198,6 +199,7 @@ class _Connections:
         return answer
 
 
+@lru_cache(maxsize=256)  # asked for when a hint is taken, renewed and dropped
 def hint_name(id: OperationId, owner: str) -> str:
     """The key of a hint. Applications may share a Redis, and even a database: `owner` names database and application."""
     return f"{_prefix(owner)}{id.digest}"

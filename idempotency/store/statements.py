@@ -16,7 +16,8 @@ from typing import Any, Protocol, Self
 from weakref import WeakSet
 
 import psycopg
-from psycopg.pq import TransactionStatus
+from psycopg import generators
+from psycopg.pq import ExecStatus, TransactionStatus
 from psycopg.rows import namedtuple_row
 from sqlalchemy import Connection, Engine, ExceptionContext, event
 from sqlalchemy.exc import DBAPIError, OperationalError, StatementError
@@ -43,7 +44,7 @@ SET_TENANTS = "SELECT set_config('idempotency.tenant', %(tenants)s, %(local)s)"
 # Those whose connections ask for row-level security when they are opened.
 _engines: WeakSet[Engine] = WeakSet()
 # The first also forgets the role of the connection's options, which the second brings back.
-_BEGIN = "RESET SESSION AUTHORIZATION; RESET ROLE; RESET ALL; BEGIN"
+_BEGIN = b"RESET SESSION AUTHORIZATION; RESET ROLE; RESET ALL; BEGIN"
 _SETS_ROLE = re.compile(r"\bset\b.*\b(?:role|authorization)\b|\bset_config\W+role\b", re.IGNORECASE | re.DOTALL)
 # Frames: enough to reach the application's code below those of a client library.
 PLACES = 6
@@ -122,8 +123,11 @@ class CheckedConnection(OwnedConnection):
         """
         if self.pgconn.transaction_status != TransactionStatus.IDLE:
             return  # when it was taken from the pool
-        # not the connection's own kind of cursor, which would refuse several statements
-        psycopg.Cursor(self).execute(f"BEGIN; {self.set_local}" if self.is_pooled else _BEGIN)
+        with self.lock:
+            self.pgconn.send_query(f"BEGIN; {self.set_local}".encode() if self.is_pooled else _BEGIN)
+            for result in self.wait(generators.execute(self.pgconn)):
+                if result.status == ExecStatus.FATAL_ERROR:
+                    raise psycopg.OperationalError(result.get_error_message())
         self.may_have_role = False
 
     def _with_deadline(self, gen: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:

@@ -160,8 +160,11 @@ class Message:
     @classmethod
     def delivered(cls, request: Any) -> Message:
         """The message that a worker received, rebuilt from Celery's request."""
+        fields = vars(request)  # without Celery's defaults, for which a request has to be asked one by one
         headers = {
-            name: getattr(request, name) for name in _PROTOCOL_HEADERS if getattr(request, name, None) is not None
+            name: value
+            for name in _PROTOCOL_HEADERS
+            if (value := fields[name] if name in fields else getattr(request, name, None)) is not None
         }
         custom = {
             name: value
@@ -184,7 +187,8 @@ class Message:
 
     def naming(self, id: OperationId) -> Message:
         """The same message, with the operation that it is for in its headers."""
-        return replace(self, headers=self.headers | {KEY_HEADER: id.key, TENANT_HEADER: id.tenant})
+        headers = self.headers | {KEY_HEADER: id.key, TENANT_HEADER: id.tenant}
+        return Message(headers, self.body, self.route, self.properties)
 
     @classmethod
     def from_text(cls, text: str) -> Message:

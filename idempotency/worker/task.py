@@ -175,23 +175,24 @@ class IdempotentTask(ControlledTask[P, R_co]):
 
     def _enter(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> R_co:
         """A call from outside the body: a delivery, or an eager call under its key."""
-        if self.request.called_directly or self._is_running:
+        request = self.request
+        if request.called_directly or getattr(request, "attempt", None) is not None:
             # A plain call is protected like any other, in a body, too: it runs in this process, under its key.
             if args and isinstance(args[0], Context):
                 return cast(R_co, self._run_as_errback(args, kwargs))
             return cast(R_co, self.apply(args, kwargs, throw=True).get(disable_sync_subtasks=False))
         try:
-            prepared = prepared_for(self.request)
-            outcome = self._deliver(delivery_of(self, self.request) if prepared is None else prepared.delivery)
+            prepared = prepared_for(request)
+            outcome = self._deliver(delivery_of(self, request) if prepared is None else prepared.delivery)
         except Exception as error:
-            if self.request.is_eager:
+            if request.is_eager:
                 raise
             leave_out_values(error)
-            log.exception("rejected", task=self.name, task_id=self.request.id)
+            log.exception("rejected", task=self.name, task_id=request.id)
             raise Reject(describe(error), requeue=False) from error
         following.note(self, outcome.error if isinstance(outcome, Raised) else None)
         if isinstance(outcome, Raised):
-            if not self.request.is_eager:
+            if not request.is_eager:
                 leave_out_values(outcome.error)  # Celery logs it, and sends it to Flower and to a result backend
             raise outcome.error
         return cast(R_co, outcome.value)
@@ -212,8 +213,8 @@ class IdempotentTask(ControlledTask[P, R_co]):
             return Raised(parking.put_back(self.app, delivery))
 
     def _run(self, delivery: Delivery) -> Outcome:
-        token = None
-        if (prepared := prepared_for(self.request)) is not None:
+        token, request = None, self.request
+        if (prepared := prepared_for(request)) is not None:
             if prepared.answer.finished is not None:
                 return prepared.answer.finished
             token = prepared.answer.token
@@ -224,7 +225,7 @@ class IdempotentTask(ControlledTask[P, R_co]):
                 answer = partial(self._answer, delivery)
                 outcome = run(runtime, delivery, policy, self._body, answer, self._new_attempt, token)
             finally:
-                self.request.attempt = None
+                request.attempt = None
             if not (isinstance(outcome, Release) and delivery.is_eager):
                 return outcome
             if outcome.give_back and outcome.cause is not None:
