@@ -8,8 +8,8 @@ import os
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Annotated, Any
 
 import redis
@@ -18,12 +18,14 @@ from celery.app.trace import build_tracer
 from psycopg.pq import Trace
 from rich.console import Console
 from rich.table import Table
-from sqlalchemy import Engine, create_engine, text
+from sqlalchemy import Connection, create_engine, text
 
 import services
 from idempotency.application import close_runtime, runtime_of
 from idempotency.observe import metrics
 from idempotency.store import schema
+
+Connect = Callable[[], AbstractContextManager[Connection]]
 
 _numbers = itertools.count()
 
@@ -44,12 +46,11 @@ def main(attempts: Annotated[int, typer.Option(min=10, max=100_000)] = 1000) -> 
         client = redis.Redis.from_url(running.redis_url)
         runtime = runtime_of(jobs.app)
         table = Table("", "CPU ms", "wall ms", "Postgres round trips", "Redis commands, those in scripts included")
-        for task, engines in (
-            (jobs.plain, [jobs.engine(os.getpid())]),
-            (jobs.unique, [runtime.engine, runtime._autocommit_engine]),
-        ):
+        ours: list[Connect] = [runtime.engine.connect, runtime.autocommit]
+        plain: list[Connect] = [jobs.engine(os.getpid()).connect]
+        for task, connects in ((jobs.plain, plain), (jobs.unique, ours)):
             _run(task, 50)  # connections, prepared statements, caches
-            with counted(engines) as trips:
+            with counted(connects) as trips:
                 commands, cpu, wall = _commands(client), time.process_time(), time.perf_counter()
                 _run(task, attempts)
                 cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
@@ -81,13 +82,13 @@ def _run(task: Any, attempts: int) -> None:
 
 
 @contextmanager
-def counted(engines: list[Engine]) -> Iterator[Counter[str]]:
-    """Count round trips on these engines' connections in libpq's trace: each ends with ReadyForQuery."""
+def counted(connects: Sequence[Connect]) -> Iterator[Counter[str]]:
+    """Count round trips on the connections that these give in libpq's trace: each ends with ReadyForQuery."""
     trips: Counter[str] = Counter()
     with contextlib.ExitStack() as stack:
         traces = []
-        for engine in engines:
-            with engine.connect() as connection:  # opened by the warm-up; returned to the pool
+        for connect in connects:
+            with connect() as connection:  # opened by the warm-up, and given again to the next that asks
                 wire = connection.connection.driver_connection.pgconn  # type: ignore[union-attr]
             trace = stack.enter_context(tempfile.TemporaryFile())
             wire.trace(trace.fileno())

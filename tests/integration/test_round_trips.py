@@ -1,0 +1,58 @@
+"""What an attempt asks of Postgres: round trips, as libpq's trace counts them. One more is a regression, and so is one less
+that nobody can explain."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from celery import Celery
+
+from benchmarks.profile import counted
+from idempotency import IdempotentTask
+from idempotency.application import runtime_of
+from tests.support.deliveries import Deliveries
+from tests.support.tasks import ROW, make_task
+
+COMMIT = {"BEGIN": 1, "COMMIT": 1}
+
+
+def idle(self: IdempotentTask) -> None:
+    """Not even a session."""
+
+
+def insert(self: IdempotentTask) -> None:
+    self.session.execute(ROW)
+
+
+def outside(self: IdempotentTask) -> None:
+    self.effect("call", lambda idempotency_key: 1)
+
+
+def phases(self: IdempotentTask) -> None:
+    self.step("first", lambda session: session.execute(ROW) and None)
+    self.session.execute(ROW)
+
+
+@pytest.mark.parametrize(
+    ("body", "trips"),
+    [
+        (idle, {"statement": 2}),  # the claim, and the end with its commit
+        (insert, {"statement": 3} | COMMIT),
+        (outside, {"statement": 4}),  # and the effect's beginning and its result
+        (phases, {"statement": 5, "BEGIN": 2, "COMMIT": 2}),
+    ],
+)
+def test_an_attempt_costs_so_many_round_trips(
+    bank: Celery, deliveries: Deliveries, body: Callable[..., Any], trips: dict[str, int]
+) -> None:
+    runtime, task = runtime_of(bank), make_task(bank, body)
+    for number in range(8):  # connections, and psycopg prepares a statement at its fifth execution
+        assert deliveries.deliver(task, key=f"before{number}").state == "SUCCESS"
+    with counted([runtime.engine.connect, runtime.autocommit]) as counts:
+        assert deliveries.deliver(task, key="measured").state == "SUCCESS"
+    assert counts == trips
+    with counted([runtime.engine.connect, runtime.autocommit]) as counts:
+        assert deliveries.deliver(task, key="measured").state == "SUCCESS"  # a duplicate, after the end
+    assert counts == {"statement": 1}
