@@ -20,7 +20,6 @@ from sqlalchemy import Engine, event
 from sqlalchemy.pool import Pool
 
 import idempotency
-from idempotency.store import connections as library_connections
 from idempotency.store.statements import CheckedConnection
 from tests.search import footprints
 from tests.search.scheduler import EVERYTHING, current, note, stop_before, touched
@@ -33,8 +32,7 @@ class Cursor(psycopg.Cursor[Any]):
     connection: Any  # a `Connection` of this module
 
     def execute(self, query: Any, params: Any = None, **options: Any) -> Any:
-        # what a pool does with a connection that comes back is invisible to the others
-        if (actor := current()) is None or not self.connection.is_taken or query == library_connections._RESET:
+        if (actor := current()) is None or not self.connection.is_taken:
             return super().execute(query, params, **options)
         pid = self.connection.info.backend_pid
         actor.connections[pid] = self.connection

@@ -20,7 +20,6 @@ from sqlalchemy import Engine, event
 from sqlalchemy.pool import Pool
 
 from idempotency.observe import crash_points
-from idempotency.store import connections as library_connections
 from idempotency.store.statements import CheckedConnection
 
 # What an attempt meets. `kill` and `exit` end its process; `takeover`, `copy` and `cancel` happen beside it while it stands
@@ -162,9 +161,6 @@ class _Cursor(psycopg.Cursor[Any]):
     connection: Any  # a `_Connection`
 
     def execute(self, query: Any, params: Any = None, **options: Any) -> Any:
-        # what a pool does with a connection that comes back is no part of an attempt
-        if query == library_connections._RESET:
-            return super().execute(query, params, **options)
         self.connection.before_it_is_sent()
         result = super().execute(query, params, **options)
         self.connection.lose_answer()
