@@ -56,13 +56,6 @@ class AttemptSession(Session):
             )
         return super().connection(bind_arguments, execution_options)
 
-    def owned_connection(self) -> Connection:
-        """The connection of the open transaction, which begins if there is none."""
-        owned = self._owned
-        if owned is None or owned.closed or owned.invalidated or not self.is_active:
-            return self.connection()  # or the error of a transaction that has failed
-        return owned
-
     def close(self) -> None:
         raise SessionNotYours(
             "the session belongs to the attempt, which closes it: `with self.session` would undo its work"

@@ -85,7 +85,7 @@ class FencedWrites:
     def in_session(self, write: Callable[[Connection], None]) -> None:
         """Write in the session's transaction. A statement that finds another holder rolls the session back."""
         framework().check_may_commit(self.session)
-        connection = self.session.owned_connection()
+        connection = self.session.connection()
         reset_role(connection)
         with self._fenced_by_division():
             write(connection)
@@ -102,7 +102,7 @@ class FencedWrites:
 
     def commit(self) -> None:
         """Commit the session's transaction."""
-        driver = self.session.owned_connection().connection.driver_connection
+        driver = self.session.connection().connection.driver_connection
         try:
             self.session.end_with_commit()
         except BaseException as error:

@@ -24,7 +24,6 @@ from .statements import (
     OneStatementCursor,
     TransactionCursor,
     begin_on_clean_connections,
-    commits_each,
     treat_stale_as_unavailable,
     use_checked_connections,
 )
@@ -265,7 +264,7 @@ def act_for(connection: Connection, tenants: Collection[str]) -> None:
     if any("\n" in tenant for tenant in tenants):
         raise InvalidKey("tenant: must not contain a line break")
     named = "\n".join(sorted(set(tenants)))
-    if not commits_each(driver):
+    if not driver.autocommit:
         connection.exec_driver_sql(SET_TENANTS, {"tenants": named, "local": True})
     elif driver.is_pooled:
         driver.tenants = named

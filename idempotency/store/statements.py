@@ -81,9 +81,6 @@ class CheckedConnection(OwnedConnection):
     In both cases it raises `psycopg.OperationalError` and is closed, as if the answer was lost.
     """
 
-    # Whether its transactions begin by `begin`, and not by psycopg with their first statement.
-    begins = False
-
     # Seconds until an answer counts as lost; None for bodies, whose statements may take as long as they need.
     patience: float | None = None
     # Whether a pooler is in between. Each transaction then begins with `set_local`: a session's settings would be lost,
@@ -117,9 +114,9 @@ class CheckedConnection(OwnedConnection):
     def begin(self) -> None:
         """Begin a transaction as on a new connection: what a body has SET is undone, the connection's options stay.
 
-        One round trip, on a connection in AUTOCOMMIT mode. A rollback brings back what was SET, until the next `begin`.
-        Behind a pooler a RESET would meet another backend: what a body has SET there without LOCAL stays, and its backend
-        serves other clients with it.
+        One round trip, and psycopg, which would begin with the first statement, finds that it has begun. A rollback brings
+        back what was SET, until the next `begin`. Behind a pooler a RESET would meet another backend: what a body has SET
+        there without LOCAL stays, and its backend serves other clients with it.
         """
         if self.pgconn.transaction_status != TransactionStatus.IDLE:
             return  # when it was taken from the pool
@@ -200,21 +197,12 @@ class TransactionCursor(psycopg.Cursor[Any]):
             return super().execute(query, params, **options)
 
 
-def commits_each(driver: psycopg.Connection[Any]) -> bool:
-    """Whether each statement on a connection commits by itself."""
-    return driver.autocommit and not getattr(driver, "begins", False)
-
-
 def begin_on_clean_connections(engine: Engine) -> None:
     """Let the engine's transactions begin by `CheckedConnection.begin`, which undoes what an earlier one has SET.
 
     With `pool_pre_ping`, one begins as soon as a connection is taken from the pool. If its server has gone, the pool
     replaces it: nobody notices, and no round trip is spent on asking.
     """
-
-    @event.listens_for(engine, "connect")
-    def _(driver: CheckedConnection, _: Any) -> None:
-        driver.autocommit = driver.begins = True
 
     def begin(connection: Any) -> None:
         connection.dbapi_connection.begin()
@@ -299,7 +287,7 @@ def execute(connection: Connection, statement: str, parameters: Mapping[str, Any
     """
     driver = connection.connection.driver_connection
     assert isinstance(driver, psycopg.Connection)
-    if not (commits_each(driver) or connection.in_transaction()):
+    if not (driver.autocommit or connection.in_transaction()):
         connection.begin()  # or SQLAlchemy's commit() would do nothing
     try:
         cursor: Any = connection.info.get(_CURSOR)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from celery import Celery
-from sqlalchemy import Connection, Engine, create_engine, event
+from sqlalchemy import Connection, create_engine
 from sqlalchemy.engine import make_url
 from sqlalchemy.orm import Session
 from sqlalchemy.pool import NullPool
@@ -22,6 +22,7 @@ from idempotency.application import close_runtime, runtime_of
 from idempotency.attempt.runtime import READERS
 from idempotency.errors import OperationBusy, OperationNotFound
 from idempotency.store import ends
+from idempotency.store.connections import KeptConnection
 from tests.support import bank as b
 from tests.support import operations as op
 from tests.support.deliveries import Deliveries
@@ -39,29 +40,32 @@ def small_pool(bank: Celery) -> Iterator[Celery]:
 
 
 class Watched:
-    """How often a connection was taken from a pool, and how many were in use at the same time."""
+    """How often a connection was taken, and how many were in use at the same time."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, kept: KeptConnection) -> None:
         self.taken = self.out = self.most = 0
         self._lock = threading.Lock()
-        event.listen(engine, "checkout", self._checkout)
-        event.listen(engine, "checkin", self._checkin)
+        self._kept, self._take, self._give_back = kept, kept.take, kept.give_back
+        kept.take, kept.give_back = self._taking, self._giving_back  # type: ignore[method-assign]
 
-    def _checkout(self, *_: Any) -> None:
+    def _taking(self) -> Connection:
+        connection = self._take()
         with self._lock:
             self.taken += 1
             self.out += 1
             self.most = max(self.most, self.out)
+        return connection
 
-    def _checkin(self, *_: Any) -> None:
+    def _giving_back(self, connection: Connection, *, is_usable: bool) -> None:
         with self._lock:
             self.out -= 1
+        self._give_back(connection, is_usable=is_usable)
 
 
 def test_a_hundred_waiters_share_a_small_pool_and_all_get_their_results(
     small_pool: Celery, connection: Connection
 ) -> None:
-    watched = Watched(runtime_of(small_pool)._autocommit_engine)
+    watched = Watched(runtime_of(small_pool)._kept)
     holders = [op.started(connection) for _ in range(WAITERS)]
     waiting = threading.Barrier(WAITERS + 1, timeout=60)
 
@@ -121,7 +125,7 @@ def test_waiting_outlasts_an_outage_of_postgres(bank: Celery, database: str, con
 def test_a_long_wait_asks_seldom_and_holds_no_connection_between_two_looks(
     bank: Celery, connection: Connection
 ) -> None:
-    watched = Watched(runtime_of(bank)._autocommit_engine)
+    watched = Watched(runtime_of(bank)._kept)
     holder = op.started(connection)
     with ThreadPoolExecutor(1) as pool:
         began = time.monotonic()
@@ -174,7 +178,7 @@ async def _awaited(handle: Handle[Any]) -> Any:
 
 
 def test_waiting_no_time_looks_once(bank: Celery, connection: Connection) -> None:
-    watched = Watched(runtime_of(bank)._autocommit_engine)
+    watched = Watched(runtime_of(bank)._kept)
     holder = op.started(connection)
     with pytest.raises(OperationBusy):
         Handle(bank, holder.id).wait(0)
@@ -226,7 +230,7 @@ def test_a_timeout_of_asyncio_ends_the_waiting_and_not_the_operation(bank: Celer
 
 
 def test_a_hundred_awaited_handles_share_a_few_threads_and_connections(bank: Celery, connection: Connection) -> None:
-    watched = Watched(runtime_of(bank)._autocommit_engine)
+    watched = Watched(runtime_of(bank)._kept)
     holders = [op.started(connection) for _ in range(WAITERS)]
 
     async def main() -> list[object]:
