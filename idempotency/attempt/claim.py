@@ -12,7 +12,7 @@ from ..observe import metrics
 from ..observe.crash_points import crash_point
 from ..store import claims
 from ..store.answers import Answer, Busy, Changed, Claimed, Completed, Failed, Foreign, Mismatch, Stale
-from ..store.statements import Unanswered
+from ..store.driver import Unanswered
 from ..wire.delivery import Delivery
 from .hints import Hint
 from .runtime import Runtime

@@ -25,7 +25,7 @@ from ..observe import metrics
 from ..observe.crash_points import crash_point
 from ..observe.logs import log
 from ..store.answers import Claimed
-from ..store.statements import reset_role
+from ..store.driver import reset_role
 from .heartbeat import Holding
 from .runtime import Runtime
 from .session import AttemptSession, sessions_of

@@ -17,8 +17,8 @@ from ..hosts import is_loopback
 from ..settings import Settings
 from ..store import rights, schema
 from ..store.connections import make_attempts_engine
+from ..store.driver import use_checked_connections
 from ..store.home import IDENTITY
-from ..store.statements import use_checked_connections
 from .clock import check_clock
 from .findings import Finding, ok, refusal, warning
 from .unreachable import TIMEOUT

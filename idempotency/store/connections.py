@@ -18,15 +18,15 @@ from sqlalchemy.pool import NullPool, Pool, PoolResetState
 
 from ..errors import InvalidKey, SettingsError
 from ..settings import Settings
-from .statements import (
+from .driver import (
     SET_TENANTS,
     CheckedConnection,
     OneStatementCursor,
     TransactionCursor,
     begin_on_clean_connections,
-    treat_stale_as_unavailable,
     use_checked_connections,
 )
+from .statements import treat_stale_as_unavailable
 
 _made: WeakSet[Engine] = WeakSet()
 

@@ -15,7 +15,7 @@ from sqlalchemy.engine import make_url
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.orm import Session
 
-from idempotency import IdempotentTask
+from idempotency import IdempotentTask, PermanentError
 from idempotency.application import close_runtime, runtime_of
 from idempotency.attempt.heartbeat import Holding
 from idempotency.attempt.runtime import Runtime
@@ -120,6 +120,22 @@ def test_a_connection_whose_server_went_while_it_was_idle_is_replaced_in_silence
     with runtime.engine.connect() as connection:
         assert connection.exec_driver_sql("SELECT pg_backend_pid()").scalar_one() != gone
     assert caplog.text == ""
+
+
+def test_another_connection_of_the_attempts_engine_may_commit_each_statement(
+    bank: Celery, deliveries: Deliveries, engine: Engine
+) -> None:
+    def body(self: IdempotentTask) -> int:
+        self.session.execute(ROW)
+        with self.session.get_bind().connect().execution_options(isolation_level="AUTOCOMMIT") as other:
+            other.execute(text("INSERT INTO entries (account, amount) VALUES ('beside', 1)"))
+        raise PermanentError("no", "no")
+
+    task = make_task(bank, body)
+    for key in ("opened", "taken from the pool"):
+        deliveries.deliver(task, key=key)
+    with engine.connect() as connection:
+        assert connection.execute(text("SELECT account FROM entries")).scalars().all() == ["beside", "beside"]
 
 
 # ---------------------------------------------------------------- commits that a standby has not confirmed

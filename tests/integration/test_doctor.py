@@ -30,7 +30,7 @@ from idempotency.checks.doctor import doctor
 from idempotency.checks.findings import Finding, Level
 from idempotency.queues import dead_letter_queues, quorum_queue
 from idempotency.store import people
-from idempotency.store.statements import CheckedConnection
+from idempotency.store.driver import CheckedConnection
 from tests.support import bank as bank_module
 from tests.support.pooler import Pooler
 from tests.support.processes import Processes, eventually

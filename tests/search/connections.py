@@ -20,7 +20,7 @@ from sqlalchemy import Engine, event
 from sqlalchemy.pool import Pool
 
 import idempotency
-from idempotency.store.statements import CheckedConnection
+from idempotency.store.driver import CheckedConnection
 from tests.search import footprints
 from tests.search.scheduler import EVERYTHING, current, note, stop_before, touched
 

@@ -10,7 +10,7 @@ from celery import Celery
 from sqlalchemy import Connection
 
 from idempotency.application import runtime_of
-from idempotency.store.statements import OneStatement
+from idempotency.store.driver import OneStatement
 
 
 def explain(connection: Connection, statement: str) -> str:

@@ -30,7 +30,8 @@ from sqlalchemy.orm import Session, SessionTransaction
 from ...attempt.session import refuse_end_of_transaction
 from ...errors import SessionNotYours, SettingsError
 from ...observe.logs import log
-from ...store.statements import READ_ONLY, OneStatement, OwnedConnection, leave_out_values, takes_role
+from ...store.driver import OneStatement, OwnedConnection, takes_role
+from ...store.statements import READ_ONLY, leave_out_values
 
 _NOT_YOURS = "the connection's transaction belongs to the attempt, which commits it with the result"
 

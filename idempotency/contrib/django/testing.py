@@ -23,7 +23,7 @@ from ...attempt.runtime import Runtime
 from ...attempt.session import use_sessions
 from ...settings import Settings
 from ...store.answers import Claimed, Renewal
-from ...store.statements import OneStatementCursor, invalidate_after_refused_commit
+from ...store.driver import OneStatementCursor, invalidate_after_refused_commit
 from .orm import Face
 
 # Set LOCAL by our finishing statements, for their own transaction; a test's goes on.

@@ -20,7 +20,7 @@ from sqlalchemy import Engine, event
 from sqlalchemy.pool import Pool
 
 from idempotency.observe import crash_points
-from idempotency.store.statements import CheckedConnection
+from idempotency.store.driver import CheckedConnection
 
 # What an attempt meets. `kill` and `exit` end its process; `takeover`, `copy` and `cancel` happen beside it while it stands
 # still; `disconnect` takes its connections; `lost` takes the answer of a statement or a commit that was carried out.
