@@ -186,7 +186,8 @@ class _Connections:
             pass
         except Closed:
             self._idle.clear()
-        return self._ask(self._pool.make_connection(), command)
+        # not by the pool, which counts those that are lost, and gives no more after a hundred
+        return self._ask(self._pool.connection_class(**self._pool.connection_kwargs), command)
 
     def _ask(self, connection: Any, command: Sequence[Any]) -> object:
         try:

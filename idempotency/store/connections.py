@@ -174,7 +174,7 @@ class KeptConnection:
 
     def close(self) -> None:
         """Close what is kept."""
-        with suppress(IndexError):
+        while self._kept:
             self._kept.pop()[1].close()
 
     def forget(self) -> None:
