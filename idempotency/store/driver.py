@@ -22,8 +22,9 @@ from .statements import leave_out_values
 REFUSED_OPTIONS = "unsupported startup parameter"
 # The tenants that row-level security shows, until the end of the transaction or of the session.
 SET_TENANTS = "SELECT set_config('idempotency.tenant', %(tenants)s, %(local)s)"
-# The first also forgets the role of the connection's options, which the second brings back.
-_BEGIN = b"RESET SESSION AUTHORIZATION; RESET ROLE; RESET ALL; BEGIN"
+# The first RESET also forgets the role of the connection's options, which the second brings back. Committed first, because a
+# transaction takes its isolation level, and whether it is read-only, from what is set when it begins.
+_BEGIN = b"BEGIN; RESET SESSION AUTHORIZATION; RESET ROLE; RESET ALL; COMMIT; BEGIN"
 _SETS_ROLE = re.compile(r"\bset\b.*\b(?:role|authorization)\b|\bset_config\W+role\b", re.IGNORECASE | re.DOTALL)
 
 
@@ -89,9 +90,9 @@ class CheckedConnection(OwnedConnection):
     def begin(self) -> None:
         """Begin a transaction as on a new connection: what a body has SET is undone, the connection's options stay.
 
-        One round trip, and psycopg, which would begin with the first statement, finds that it has begun. A rollback brings
-        back what was SET, until the next `begin`. Behind a pooler a RESET would meet another backend: what a body has SET
-        there without LOCAL stays, and its backend serves other clients with it.
+        One round trip, and psycopg, which would begin with the first statement, finds that it has begun. Behind a pooler a
+        RESET would meet another backend: what a body has SET there without LOCAL stays, and its backend serves other clients
+        with it.
         """
         if self.autocommit or self.pgconn.transaction_status != TransactionStatus.IDLE:
             return  # begun when it was taken from the pool
@@ -193,7 +194,7 @@ def begin_on_clean_connections(engine: Engine) -> None:
     set_isolation_level = dialect.set_isolation_level
 
     def end_and_set(driver: Any, level: Any) -> None:
-        driver.commit()  # nothing but what `begin` has reset
+        driver.rollback()  # nothing has been done in it
         set_isolation_level(driver, level)
 
     dialect.do_begin, dialect.do_ping = begin, ping  # type: ignore[method-assign, assignment]

@@ -95,6 +95,31 @@ def test_an_attempt_finds_nothing_that_an_earlier_one_has_set(bank: Celery, deli
     assert deliveries.deliver(task, key="after").value == before
 
 
+@pytest.mark.parametrize(
+    ("default", "value", "shown"),
+    [
+        ("default_transaction_isolation", "serializable", "transaction_isolation"),
+        ("default_transaction_read_only", "on", "transaction_read_only"),
+        ("default_transaction_deferrable", "on", "transaction_deferrable"),
+    ],
+)
+def test_no_transaction_begins_by_the_defaults_of_an_earlier_body(
+    bank: Celery, deliveries: Deliveries, default: str, value: str, shown: str
+) -> None:
+    def body(self: IdempotentTask, spoil: bool = False) -> list[Any]:
+        seen = [
+            self.session.execute(text(query)).scalar_one() for query in ("SELECT pg_backend_pid()", f"SHOW {shown}")
+        ]
+        if spoil:
+            self.session.execute(text(f"SET {default} = '{value}'"))
+        return seen
+
+    task = make_task(bank, body)
+    before = deliveries.deliver(task, key="before").value
+    deliveries.deliver(task, spoil=True, key="spoils")
+    assert deliveries.deliver(task, key="after").value == before
+
+
 def test_a_connection_whose_server_has_gone_is_replaced_in_silence(
     bank: Celery, engine: Engine, caplog: pytest.LogCaptureFixture
 ) -> None:
