@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from billiard.exceptions import SoftTimeLimitExceeded
-from sqlalchemy import Connection, event, text
+from sqlalchemy import Connection, text
 from sqlalchemy.exc import IntegrityError
 
 from ..errors import IdempotencyError
@@ -34,14 +34,12 @@ from .attempt import Attempt
 from .endings import Finished
 from .policy import Policy
 from .runtime import Runtime
-from .session import sessions_of
+from .session import LEADING, sessions_of
 
 # The body of a delivery, given by its place in the batch.
 BatchBody = Callable[[int, Attempt], Any]
 # What a body has SET would be so for the next ones.
-_SETS = re.compile(r"\s*(?:set|reset|discard)\b|.*\bset_config\b", re.IGNORECASE | re.DOTALL)
-# The key in a connection's `info` of the attempt whose body runs.
-_RUNS = "idempotency.batched"
+_SETS = re.compile(LEADING + r"(?:set|reset|discard|do)\b|.*\bset_config\b", re.IGNORECASE | re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +57,15 @@ class Alone(IdempotencyError):
 class BatchedAttempt(Attempt):
     """An attempt whose body shares its transaction with others. It may not commit anything before its end."""
 
+    # Whether the body has rolled back past SQLAlchemy, and so what others had written.
+    has_rolled_back = False
+
     def check_may_begin(self) -> None:
         self.leave()
+
+    def leave_if_it_sets(self, statement: str) -> None:
+        if _SETS.match(statement):
+            self.leave()
 
     def leave(self) -> None:
         """Have the body run alone, even if it catches what this raises."""
@@ -71,7 +76,7 @@ class BatchedAttempt(Attempt):
 def run_together(runtime: Runtime, deliveries: Sequence[Delivery], policy: Policy, body: BatchBody) -> list[Answer]:
     """Claim, run and commit these deliveries of one task and tenant, with keys that differ; one answer for each.
 
-    Raises nothing but what ends the process: whatever else goes wrong, they are run alone.
+    Raises what ends the process, and `SoftTimeLimitExceeded`: whatever else goes wrong, they are run alone.
     """
     tokens = [secrets.token_hex(16) for _ in deliveries]
     done: dict[int, Finished] = {}
@@ -80,6 +85,8 @@ def run_together(runtime: Runtime, deliveries: Sequence[Delivery], policy: Polic
         if type(framework()) is Framework:  # a framework's own connection is in one session at a time
             attempts = _claim(runtime, deliveries, tokens, policy)
             done = _Batch(runtime, attempts, policy, body).run()
+    except SoftTimeLimitExceeded:
+        raise
     except Exception as error:
         # Its COMMIT may have succeeded. The records know, and each delivery asks its own.
         log.warning("batch_not_committed", task=deliveries[0].id.task, many=len(attempts), error=describe(error))
@@ -133,7 +140,6 @@ class _Batch:
             return {}
         id = next(iter(self._attempts.values())).claim.id
         with self._runtime.transaction(id.tenant) as connection:
-            event.listen(connection, "before_cursor_execute", _leave_if_it_sets)
             crash_point("body.entered")
             with metrics.phase(id.task, "body"):
                 written = {
@@ -160,7 +166,7 @@ class _Batch:
         except Exception as error:
             if not savepoint:
                 raise _NotAll from error
-            if connection.invalidated or not connection.in_transaction():
+            if connection.invalidated or not connection.in_transaction() or attempt.has_rolled_back:
                 raise
             return None
 
@@ -183,28 +189,32 @@ class _Batch:
         session = sessions_of(self._runtime.engine).within(connection, savepoint=savepoint)
         attempt.writes.use(session)
         attempt.stopped, shared = False, connection.get_transaction()
-        connection.info[_RUNS] = attempt
+        session.watch = attempt.leave_if_it_sets
+        driver: Any = connection.connection.driver_connection
+        rollbacks = getattr(driver, "rollbacks", 0)
         try:
-            result = self._body(place, attempt)
-            stored = results.to_text(result, limit=self._runtime.settings.result_limit)
-            session.flush()
-            if attempt.stopped or not connection.in_transaction() or connection.get_transaction() is not shared:
+            try:
+                result = self._body(place, attempt)
+                stored = results.to_text(result, limit=self._runtime.settings.result_limit)
+                session.flush()
+            finally:
+                attempt.has_rolled_back = getattr(driver, "rollbacks", 0) != rollbacks
+            if (
+                attempt.stopped
+                or attempt.has_rolled_back
+                or not connection.in_transaction()
+                or connection.get_transaction() is not shared
+            ):
                 attempt.leave()  # perhaps it has rolled back more than its own
-            connection.info[_RUNS] = None
+            session.watch = None
             if savepoint:  # at COMMIT, a violation would roll back everything
                 session.execute(text("SET CONSTRAINTS ALL IMMEDIATE"))
                 session.execute(text("SET CONSTRAINTS ALL DEFERRED"))
             session.end_with_commit()  # of the savepoint, if there is one
         finally:
-            connection.info[_RUNS] = None
+            session.watch = None
             session.end()
         return result, stored
-
-
-def _leave_if_it_sets(connection: Connection, _cursor: Any, statement: str, *_: Any) -> None:
-    attempt = connection.info.get(_RUNS)
-    if attempt is not None and _SETS.match(statement):
-        attempt.leave()
 
 
 class _NotAll(Exception):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from sqlalchemy import Connection, Engine, event
@@ -20,9 +21,13 @@ class AttemptSession(Session):
 
     _may_commit = False
     _owned: Connection | None = None
+    # whose transaction this session's is inside of, on one connection in a test
+    _inside: AttemptSession | None = None
     # whose rows its transactions are about, where row-level security wants to know
     _tenant: str | None = None
     _has_ended = False
+    # told of each statement before it is executed, and may refuse it
+    watch: Callable[[str], None] | None = None
     # the event loop that waits for the body, if it is an HTTP handler
     _loop: asyncio.AbstractEventLoop | None = None
 
@@ -69,6 +74,8 @@ class AttemptSession(Session):
     def check_statement(self, statement: str) -> None:
         """Raise `SessionNotYours` for a statement that would end the attempt's transaction: asked by its connection."""
         refuse_end_of_transaction(statement)
+        if self.watch is not None:
+            self.watch(statement)
 
     def end_with_commit(self) -> None:
         """Commit, for the session's owner."""
@@ -126,10 +133,11 @@ def sessions_of(bind: Engine | Connection) -> SessionMaker:
 
 _SESSIONS = "idempotency_sessions"
 
+# What may stand in front of a statement.
+LEADING = r"(?:[\s;]|--[^\n]*\n|/\*.*?\*/)*"
 # A statement that would end the transaction past SQLAlchemy; ROLLBACK TO SAVEPOINT does not.
 _ENDS_TRANSACTION = re.compile(
-    r"(?:\s|--[^\n]*\n|/\*.*?\*/)*"
-    r"(?:commit|end|abort|prepare\s+transaction|rollback(?!\s+(?:(?:work|transaction)\s+)?to\b))\b",
+    LEADING + r"(?:commit|end|abort|prepare\s+transaction|rollback(?!\s+(?:(?:work|transaction)\s+)?to\b))\b",
     re.IGNORECASE | re.DOTALL,
 )
 
@@ -153,7 +161,9 @@ def _own(session: AttemptSession, _: Any, connection: Connection) -> None:
             "the session has begun on a second connection (by its binds or get_bind): what is written there would not "
             "be committed with the operation"
         )
-    connection.connection.driver_connection.owner = session  # type: ignore[union-attr]
+    driver: Any = connection.connection.driver_connection
+    if (before := getattr(driver, "owner", None)) is not session:
+        session._inside, driver.owner = before, session
     session._owned = connection
     if session._tenant is not None:
         act_for(connection, [session._tenant])
@@ -164,7 +174,7 @@ def _disown(session: AttemptSession, transaction: Any) -> None:
     if transaction.parent is None and connection is not None:
         session._owned = None
         if not connection.closed and not connection.invalidated:
-            connection.connection.driver_connection.owner = None  # type: ignore[union-attr]
+            connection.connection.driver_connection.owner = session._inside  # type: ignore[union-attr]
 
 
 def refuse_others_commits() -> None:

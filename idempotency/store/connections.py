@@ -142,18 +142,21 @@ class KeptConnection:
         """A connection, to be given back."""
         self._inside.append(None)
         try:
-            pool, connection, since = self._kept.pop()
-            # it may have been disposed of meanwhile
-            if pool is self._engine.pool and time.monotonic() - since < FRESH:
-                return connection
-            connection.close()
-        except IndexError:
-            pass
-        try:
-            return self._engine.connect()
+            return self._fresh() or self._engine.connect()
         except BaseException:
             self._inside.pop()
             raise
+
+    def _fresh(self) -> Connection | None:
+        try:
+            pool, connection, since = self._kept.pop()
+        except IndexError:
+            return None
+        # it may have been disposed of meanwhile
+        if pool is self._engine.pool and time.monotonic() - since < FRESH:
+            return connection
+        connection.close()
+        return None
 
     def give_back(self, connection: Connection, *, is_usable: bool) -> None:
         """Keep a connection, or close it."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any, Protocol, Self
 
 import psycopg
@@ -35,13 +35,15 @@ class Owner(Protocol):
         """Raise `SessionNotYours` unless the attempt commits."""
 
     def check_statement(self, statement: str) -> None:
-        """Raise `SessionNotYours` for a statement that would end the transaction."""
+        """Raise `SessionNotYours` for a statement that would end the transaction, or another reason to refuse it."""
 
 
 class OwnedConnection(psycopg.Connection[Any]):
     """A connection whose transaction only its owner commits. SQLAlchemy's events would cost each statement more."""
 
     owner: Owner | None = None
+    # how often it was rolled back, by whomever
+    rollbacks = 0
     # whether a statement of this transaction may have taken on another role
     may_have_role = False
 
@@ -49,6 +51,10 @@ class OwnedConnection(psycopg.Connection[Any]):
         if self.owner is not None:
             self.owner.check_commit()
         super().commit()
+
+    def rollback(self) -> None:
+        self.rollbacks += 1
+        super().rollback()
 
 
 class CheckedConnection(OwnedConnection):
@@ -100,7 +106,8 @@ class CheckedConnection(OwnedConnection):
             self.pgconn.send_query(f"BEGIN; {self.set_local}".encode() if self.is_pooled else _BEGIN)
             for result in self.wait(generators.execute(self.pgconn)):
                 if result.status == ExecStatus.FATAL_ERROR:
-                    raise psycopg.OperationalError(result.get_error_message())
+                    # as by a time-out of a millisecond that an earlier body has set: it would stay so
+                    self._fail("no transaction could begin")
         self.may_have_role = False
 
     def _with_deadline(self, gen: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
@@ -143,19 +150,42 @@ class OneStatementCursor(OneStatement, psycopg.Cursor[Any]):
     unchecked = psycopg.Cursor
 
     def execute(self, query: Any, params: Any = None, **options: Any) -> Self:
-        self._check(query)
+        _check(self.connection, query)
         return super().execute(query, params, **options)
 
     def executemany(self, query: Any, params_seq: Any, **options: Any) -> None:
-        self._check(query)
+        _check(self.connection, query)
         super().executemany(query, params_seq, **options)
 
-    def _check(self, query: Any) -> None:
-        connection = self.connection
-        if isinstance(query, str) and isinstance(connection, OwnedConnection):
-            if connection.owner is not None:
-                connection.owner.check_statement(query)
-            connection.may_have_role = connection.may_have_role or takes_role(query)
+    def stream(self, query: Any, params: Any = None, **options: Any) -> Iterator[Any]:
+        _check(self.connection, query)
+        return super().stream(query, params, **options)
+
+    def copy(self, statement: Any, params: Any = None, **options: Any) -> Any:
+        _check(self.connection, statement)
+        return super().copy(statement, params, **options)
+
+
+class StreamingCursor(psycopg.ServerCursor[Any]):
+    """What a body's session executes with if it asks for `stream_results`."""
+
+    def execute(self, query: Any, params: Any = None, **options: Any) -> Self:
+        _check(self.connection, query)
+        return super().execute(query, params, **options)
+
+
+def _check(connection: psycopg.Connection[Any], query: Any) -> None:
+    if not isinstance(connection, OwnedConnection):
+        return
+    if not isinstance(query, str):  # by the driver itself
+        query = query.decode(errors="replace") if isinstance(query, bytes) else _as_text(query, connection)
+    if connection.owner is not None:
+        connection.owner.check_statement(query)
+    connection.may_have_role = connection.may_have_role or takes_role(query)
+
+
+def _as_text(query: Any, connection: Any) -> str:
+    return str(query.as_string(connection) if hasattr(query, "as_string") else query)
 
 
 class TransactionCursor(psycopg.Cursor[Any]):
@@ -182,6 +212,10 @@ def begin_on_clean_connections(engine: Engine) -> None:
     With `pool_pre_ping`, one begins as soon as a connection is taken from the pool. If its server has gone, the pool
     replaces it: nobody notices, and no round trip is spent on asking.
     """
+
+    @event.listens_for(engine, "connect")
+    def _(driver: CheckedConnection, _: Any) -> None:
+        driver.server_cursor_factory = StreamingCursor
 
     def begin(connection: Any) -> None:
         connection.dbapi_connection.begin()
@@ -216,7 +250,8 @@ def reset_role(connection: Connection) -> None:
     driver: Any = connection.connection.driver_connection
     if getattr(driver, "may_have_role", False):
         driver.may_have_role = False
-        connection.exec_driver_sql("RESET ROLE")
+        for statement in ("RESET SESSION AUTHORIZATION", "RESET ROLE"):
+            connection.exec_driver_sql(statement)
 
 
 def takes_role(statement: str) -> bool:

@@ -9,11 +9,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
+from billiard.exceptions import SoftTimeLimitExceeded
 from celery import current_app
 from celery._state import _task_stack
 from celery.app.task import Context
@@ -61,7 +63,12 @@ def run_batch(trace: Callable[..., Traced], name: str, calls: Sequence[Call]) ->
         (id, request, _decoded(body, content_type, encoding, accept))
         for id, request, body, content_type, encoding in calls
     ]
-    _prepare(task, [(request, body) for _, request, body in decoded if body is not None])
+    try:
+        _prepare(task, [(request, body) for _, request, body in decoded if body is not None])
+    except SoftTimeLimitExceeded:
+        # It comes once for a job. Each comes back by itself, with a limit of its own.
+        log.warning("batch_time_limit", task=name, many=len(calls))
+        return [None] * len(calls)
     results: list[Traced | None] = []
     for (id, request, body), call in zip(decoded, calls, strict=True):
         of_body = call[2:] if body is None else (body, None, None)
@@ -86,10 +93,11 @@ def _prepare(task: IdempotentTask[..., Any], calls: Sequence[tuple[dict[str, Any
     """Run what can be run together, and note in each message's request what came of it."""
     runtime, found = runtime_of(task.app), dict[tuple[str, str], tuple[Delivery, Context, dict[str, Any]]]()
     policy = Policy.of(task, runtime.settings)
-    for request, (args, kwargs, embed) in calls:
+    for request, body in calls:
         request.pop(PREPARED, None)
-        context = Context(request, args=args, kwargs=kwargs, is_eager=False, called_directly=False, **embed or {})
         with suppress(Exception):  # what is wrong with it shows where it is run alone
+            args, kwargs, embed = body
+            context = Context(request, args=args, kwargs=kwargs, is_eager=False, called_directly=False, **embed or {})
             delivery = delivery_of(task, context)
             if _is_plain(task, delivery):
                 found.setdefault((delivery.id.tenant, delivery.id.key), (delivery, context, request))
@@ -114,11 +122,16 @@ def _is_plain(task: IdempotentTask[..., Any], delivery: Delivery) -> bool:
 
 
 def _run_body(task: IdempotentTask[..., Any], contexts: Sequence[Context], place: int, attempt: Attempt) -> Any:
-    task.request_stack.push(contexts[place])
+    context = contexts[place]
+    given = context.args, context.kwargs
+    # it may change them, and may have to run again
+    context.args, context.kwargs = deepcopy(given)
+    task.request_stack.push(context)
     _task_stack.push(task)  # what `celery.current_task` reads
     try:
         return task._body(attempt)
     finally:
-        contexts[place].attempt = None
+        context.attempt = None
+        context.args, context.kwargs = given
         _task_stack.pop()
         task.request_stack.pop()

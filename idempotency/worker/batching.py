@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from billiard.einfo import ExceptionInfo
 from celery.app.trace import fast_trace_task, trace_task_ret
 from celery.worker import state
 from celery.worker.strategy import default
@@ -95,7 +96,10 @@ class _Job:
         for request in self._requests:
             request.on_accepted(pid, time_accepted)
 
-    def _on_traced(self, results: Sequence[Traced | None]) -> None:
+    def _on_traced(self, results: Sequence[Traced | None] | ExceptionInfo) -> None:
+        if isinstance(results, ExceptionInfo):  # what a thread raises, where a process would have ended
+            self._on_lost(results)
+            return
         for request, traced in zip(self._requests, results, strict=True):
             if traced is None:
                 self._put_back(request)

@@ -180,6 +180,14 @@ def test_a_process_that_dies_at_any_moment_loses_and_doubles_nothing(
     assert posted(engine) == dict.fromkeys(accounts, 1)
 
 
+def test_one_that_ends_its_thread_keeps_no_other(send: Any, processes: Processes, engine: Engine, relay: Any) -> None:
+    """In a pool of threads, what would end a process comes to the worker as an exception."""
+    send(3, e01="exit")
+    processes.worker("--concurrency", "1", "--pool", "threads", app=APPLICATION, LEASE="2")
+    eventually(all_ended(engine, ["e00", "e02"]), timeout=60)
+    assert {name: count for name, count in posted(engine).items() if name != "e01"} == {"e00": 1, "e02": 1}
+
+
 def test_a_holder_that_is_overtaken_commits_nothing(
     send: Any, start: Any, engine: Engine, environment: dict[str, str], relay: Any
 ) -> None:

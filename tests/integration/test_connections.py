@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 from uuid import uuid4
 
 import psycopg
 import pytest
 from celery import Celery
+from psycopg import sql
 from sqlalchemy import Engine, create_engine, event, text
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.orm import Session
 
-from idempotency import IdempotentTask, PermanentError
+from idempotency import IdempotentTask, PermanentError, SessionNotYours
 from idempotency.application import close_runtime, runtime_of
 from idempotency.attempt.heartbeat import Holding
 from idempotency.attempt.runtime import Runtime
@@ -25,6 +27,7 @@ from services.postgres import Postgres, create_database
 from tests.support import bank as app_module
 from tests.support import operations as op
 from tests.support.deliveries import Deliveries
+from tests.support.operations import Entries
 from tests.support.processes import eventually
 from tests.support.proxy import Proxy
 from tests.support.tasks import ROW, make_task
@@ -118,6 +121,63 @@ def test_no_transaction_begins_by_the_defaults_of_an_earlier_body(
     before = deliveries.deliver(task, key="before").value
     deliveries.deliver(task, spoil=True, key="spoils")
     assert deliveries.deliver(task, key="after").value == before
+
+
+def test_a_connection_on_which_nothing_can_begin_any_more_is_replaced(bank: Celery, deliveries: Deliveries) -> None:
+    def body(self: IdempotentTask, spoil: bool = False) -> int:
+        pid: int = self.session.execute(text("SELECT pg_backend_pid()")).scalar_one()
+        if spoil:  # which ends the body's own transaction at once, and would end each later one's beginning
+            self.session.connection().connection.driver_connection.begin = _cannot  # type: ignore[union-attr]
+        return pid
+
+    task = make_task(bank, body)
+    before = deliveries.deliver(task, spoil=True, key="spoils").value
+    assert deliveries.deliver(task, key="after").value not in (None, before)
+
+
+def _cannot() -> None:
+    raise psycopg.errors.QueryCanceled("canceling statement due to statement timeout")
+
+
+@pytest.mark.parametrize("way", ["text", "streamed", "bytes", "composed"])
+def test_an_end_is_written_whatever_role_a_body_has_taken_on(bank: Celery, deliveries: Deliveries, way: str) -> None:
+    def body(self: IdempotentTask) -> None:
+        take = "SELECT set_config('role', 'pg_monitor', true)"
+        driver: Any = self.session.connection().connection
+        match way:
+            case "text":
+                self.session.execute(text(take))
+            case "streamed":
+                self.session.execute(text(take), execution_options={"stream_results": True}).all()
+            case "bytes":
+                driver.cursor().execute(take.encode())
+            case "composed":
+                driver.cursor().execute(sql.SQL(take))
+
+    assert deliveries.deliver(make_task(bank, body), key="k").state == "SUCCESS"
+
+
+@pytest.mark.parametrize("way", ["copy", "stream", "session", "prepared"])
+def test_a_body_commits_in_no_way(bank: Celery, deliveries: Deliveries, entries: Entries, way: str) -> None:
+    def body(self: IdempotentTask) -> None:
+        self.session.execute(ROW)
+        cursor: Any = self.session.connection().connection.cursor()
+        with suppress(SessionNotYours):
+            match way:
+                case "copy":
+                    with cursor.copy("COMMIT"):
+                        pass
+                case "stream":
+                    list(cursor.stream("COMMIT"))
+                case "session":
+                    self.session.execute(text("; COMMIT"))
+                case "prepared":
+                    cursor.execute("COMMIT", prepare=True)
+        self.session.execute(ROW)
+        raise PermanentError("no", "no")
+
+    deliveries.deliver(make_task(bank, body), key="k")
+    assert entries("row") == 0
 
 
 def test_a_connection_whose_server_has_gone_is_replaced_in_silence(

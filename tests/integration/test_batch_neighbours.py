@@ -1,0 +1,172 @@
+"""What one body of a batch does to those that share its transaction: nothing."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+from uuid import uuid4
+
+import pytest
+from billiard.exceptions import SoftTimeLimitExceeded
+from celery import Celery
+from celery.app.trace import trace_task_ret
+from psycopg import sql
+from sqlalchemy import Engine, text
+
+from idempotency import IdempotentTask
+from idempotency.worker.batch import run_batch
+from tests.support.bank import INSERT
+from tests.support.tasks import make_task
+
+SETTING = "SELECT current_setting('app.tenant', true)"
+
+
+def put(task: IdempotentTask, account: str, amount: int = 1) -> None:
+    task.session.execute(INSERT, {"account": account, "amount": amount})
+
+
+def message(app: Celery, task: Any, *args: Any, body: str | None = None) -> Any:
+    """As the pool is given it."""
+    id = str(uuid4())
+    request = {
+        "id": id,
+        "task": task.name,
+        "lang": "py",
+        "origin": "test",
+        "root_id": id,
+        "correlation_id": id,
+        "retries": 0,
+        "hostname": "h",
+        "reply_to": None,
+        "timelimit": [None, None],
+        "delivery_info": {"exchange": "", "routing_key": app.conf.task_default_queue, "priority": None},
+    }
+    return id, request, body or json.dumps([list(args), {}, {}]), "application/json", "utf-8"
+
+
+def run(app: Celery, task: Any, *messages: Any) -> list[Any]:
+    app.finalize()
+    return run_batch(lambda *call: trace_task_ret(*call, app=app), task.name, messages)
+
+
+def accounts(engine: Engine) -> dict[str, list[int]]:
+    query = text("SELECT account, array_agg(amount ORDER BY amount) AS amounts FROM entries GROUP BY account")
+    with engine.connect() as connection:
+        return {row.account: list(row.amounts) for row in connection.execute(query)}
+
+
+def states(engine: Engine) -> dict[str, str]:
+    with engine.connect() as connection:
+        return {row.key: row.status for row in connection.execute(text("SELECT key, status FROM idempotency.records"))}
+
+
+def test_a_body_that_runs_again_gets_its_arguments_as_they_were_sent(bank: Celery, engine: Engine) -> None:
+    def body(self: IdempotentTask, account: str, items: list[int]) -> None:
+        total = 0
+        while items:
+            total += items.pop()
+        put(self, account, total)
+        if account == "e3":
+            raise ValueError("bad")
+
+    task = make_task(bank, body, key="{account}", batch=10, max_attempts=1)
+    run(bank, task, *(message(bank, task, f"e{n}", [5, 6]) for n in range(4)))
+    assert accounts(engine) == {"e0": [11], "e1": [11], "e2": [11]}
+    assert states(engine) == {"e0": "completed", "e1": "completed", "e2": "completed", "e3": "failed"}
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "SET LOCAL app.tenant = 'e0'",
+        "/* of e0 */ SET LOCAL app.tenant = 'e0'",
+        "-- of e0\nSET LOCAL app.tenant = 'e0'",
+        "SELECT set_config('app.tenant', 'e0', true)",
+        "DO $$ BEGIN SET LOCAL app.tenant = 'e0'; END $$",
+    ],
+)
+@pytest.mark.parametrize("way", ["session", "cursor", "driver", "composed"])
+def test_what_a_body_has_set_is_so_for_no_other(bank: Celery, engine: Engine, setting: str, way: str) -> None:
+    seen: dict[str, Any] = {}
+
+    def body(self: IdempotentTask, account: str) -> None:
+        seen[account] = self.session.execute(text(SETTING)).scalar_one() or ""
+        if account == "e0":
+            connection: Any = self.session.connection().connection
+            match way:
+                case "session":
+                    self.session.execute(text(setting))
+                case "cursor":
+                    connection.cursor().execute(setting.encode())
+                case "driver":
+                    connection.driver_connection.execute(setting)
+                case "composed":
+                    connection.driver_connection.execute(sql.SQL(setting))
+        put(self, account)
+
+    task = make_task(bank, body, key="{account}", batch=10, max_attempts=1)
+    run(bank, task, *(message(bank, task, f"e{n}") for n in range(3)))
+    assert seen == {"e0": "", "e1": "", "e2": ""}
+    assert states(engine) == {"e0": "completed", "e1": "completed", "e2": "completed"}
+
+
+@pytest.mark.parametrize("way", ["session", "proxied", "driver"])
+def test_a_body_that_rolls_back_loses_the_work_of_no_other(bank: Celery, engine: Engine, way: str) -> None:
+    def body(self: IdempotentTask, account: str) -> None:
+        put(self, account)
+        if account == "e1":
+            connection: Any = self.session.connection().connection
+            match way:
+                case "session":
+                    self.session.rollback()
+                case "proxied":
+                    connection.rollback()
+                case "driver":
+                    connection.driver_connection.rollback()
+            put(self, account)
+
+    task = make_task(bank, body, key="{account}", batch=10, max_attempts=1)
+    run(bank, task, *(message(bank, task, f"e{n}") for n in range(3)))
+    assert states(engine) == {"e0": "completed", "e1": "completed", "e2": "completed"}
+    assert accounts(engine) == {"e0": [1], "e1": [1], "e2": [1]}
+
+
+@pytest.mark.parametrize("commit", [b"COMMIT", "; COMMIT", ";/* */ ; END", sql.SQL("COMMIT")])
+def test_a_body_that_would_commit_does_nothing_twice(bank: Celery, engine: Engine, commit: Any) -> None:
+    def body(self: IdempotentTask, account: str) -> None:
+        put(self, account)
+        if account == "e1":
+            self.session.connection().connection.cursor().execute(commit)
+        if account == "e3":
+            raise ValueError("bad")
+
+    task = make_task(bank, body, key="{account}", batch=10, max_attempts=1)
+    run(bank, task, *(message(bank, task, f"e{n}") for n in range(4)))
+    assert states(engine) == {"e0": "completed", "e1": "failed", "e2": "completed", "e3": "failed"}
+    assert accounts(engine) == {"e0": [1], "e2": [1]}
+
+
+@pytest.mark.parametrize("payload", ['[["bad"], {}, {"args": []}]', '[["bad"], {}]', '{"a": 1}'])
+def test_a_payload_of_another_form_stops_no_other(bank: Celery, engine: Engine, payload: str) -> None:
+    def body(self: IdempotentTask, account: str) -> None:
+        put(self, account)
+
+    task = make_task(bank, body, key="{account}", batch=10, max_attempts=1)
+    bad = message(bank, task, body=payload)
+    run(bank, task, message(bank, task, "e0"), bad, message(bank, task, "e1"))
+    assert accounts(engine) | {"bad": [1]} == {"e0": [1], "e1": [1], "bad": [1]}
+
+
+def test_a_soft_time_limit_puts_all_back(bank: Celery, engine: Engine) -> None:
+    """It comes once for the job: whatever ran on in that would have no limit any more."""
+    entered = []
+
+    def body(self: IdempotentTask, account: str) -> None:
+        entered.append(account)
+        put(self, account)
+        if account == "e1":
+            raise SoftTimeLimitExceeded
+
+    task = make_task(bank, body, key="{account}", batch=10, max_attempts=1)
+    assert run(bank, task, *(message(bank, task, f"e{n}") for n in range(3))) == [None, None, None]
+    assert (entered, accounts(engine)) == (["e0", "e1"], {})
