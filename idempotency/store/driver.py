@@ -221,7 +221,12 @@ def begin_on_clean_connections(engine: Engine) -> None:
         connection.dbapi_connection.begin()
 
     def ping(driver: Any) -> bool:
-        driver.begin()
+        try:
+            driver.begin()
+        except psycopg.OperationalError:
+            if driver.closed:
+                return False  # the pool replaces it
+            raise
         return True
 
     dialect = engine.dialect

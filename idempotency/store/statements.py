@@ -185,8 +185,6 @@ def treat_stale_as_unavailable(engine: Engine) -> None:
         if isinstance(error, psycopg.Error) and _is_stale(_driver(context.connection), error):
             context.is_disconnect = True
             raise _given_up(context.statement, error)
-        if context.is_pre_ping:
-            return  # the pool replaces the connection
         if isinstance(error, psycopg.OperationalError) and context.connection is None:
             raise NotConnected(None, None, error, hide_parameters=True)
 
