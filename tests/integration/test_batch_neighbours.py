@@ -46,6 +46,7 @@ def message(app: Celery, task: Any, *args: Any, body: str | None = None) -> Any:
 
 def run(app: Celery, task: Any, *messages: Any) -> list[Any]:
     app.finalize()
+    app.set_current()  # in a worker there is no other
     return run_batch(lambda *call: trace_task_ret(*call, app=app), task.name, messages)
 
 
