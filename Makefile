@@ -63,7 +63,8 @@ ecosystem: .venv/ready ## install other packages of the Celery world into .venv,
 	@$(VENV)/python -m pytest -m ecosystem tests/ecosystem tests/http/test_litestar.py $(ARGS)
 
 # Every kind of use, without the long ones: bodies, deliveries, the relay, dead letters, the command line, the pools, Django.
-QUICK ?= tests/unit tests/integration/test_core.py tests/integration/test_relay.py tests/integration/test_dead_letters.py \
+QUICK ?= tests/unit tests/integration/test_core.py tests/integration/test_connections.py tests/integration/test_sessions.py \
+	tests/integration/test_hints.py tests/integration/test_batch_neighbours.py tests/integration/test_relay.py tests/integration/test_dead_letters.py \
 	tests/integration/test_versions.py tests/integration/test_tls.py tests/integration/test_publishing.py tests/integration/test_bodies.py tests/django \
 	tests/pipeline/test_cli.py tests/pipeline/test_pools.py
 quick_tests = --numprocesses $(or $(WORKERS),3) --dist loadfile $(QUICK) $(ARGS)
