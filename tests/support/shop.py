@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 import requests
+from celery import Celery
 from sqlalchemy import create_engine, text
 from sqlalchemy.orm import Session
 
@@ -25,7 +26,13 @@ class Shop:
     """The application in this process and in one worker, and what the outside world has seen."""
 
     def __init__(
-        self, stack: ExitStack, database: str, environment: dict[str, str], data: Path, of_provider: Sequence[str] = ()
+        self,
+        stack: ExitStack,
+        database: str,
+        environment: dict[str, str],
+        data: Path,
+        of_provider: Sequence[str] = (),
+        configured: Callable[[Celery], None] = lambda app: None,
     ) -> None:
         self.provider = stack.enter_context(sandbox_process.running("provider", data / "provider", *of_provider))
         mail = stack.enter_context(sandbox_process.running("mail", data / "mail"))
@@ -56,6 +63,7 @@ class Shop:
             idempotency_redis_url=addresses["REDIS_URL"],
             idempotency_retry_base=0.1,
         )
+        configured(tasks.app)  # before the relay, which reads its settings once
         self.app, self.payments, self.refunds = tasks.app, payments, refunds
         self.engine = create_engine(database)
         stack.callback(self.engine.dispose)
@@ -120,9 +128,17 @@ class Shop:
 
 @contextmanager
 def running(
-    servers: services.Services, template: str, data: Path, *, of_provider: Sequence[str] = ()
+    servers: services.Services,
+    template: str,
+    data: Path,
+    *,
+    of_provider: Sequence[str] = (),
+    configured: Callable[[Celery], None] = lambda app: None,
 ) -> Iterator[Shop]:
-    """The shop on a copy of the template database. `of_provider`: options of the provider's sandbox."""
+    """The shop on a copy of the template database. `of_provider`: options of the provider's sandbox.
+
+    `configured` changes the application's configuration before anything reads it.
+    """
     name = f"shop_{uuid4().hex[:8]}"
     admin = create_engine(servers.database_url, isolation_level="AUTOCOMMIT")
     with admin.connect() as connection:
@@ -131,4 +147,4 @@ def running(
     admin.dispose()
     with ExitStack() as stack:
         stack.callback(servers.drop_database, name)
-        yield Shop(stack, database, servers.environment(), data, of_provider)
+        yield Shop(stack, database, servers.environment(), data, of_provider, configured)
