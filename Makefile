@@ -173,7 +173,7 @@ bench: .venv/ready ## compare with plain Celery and what else there is; ONLY=uni
 		--no-build-isolation --constraint constraints.txt --editable '.[bench]')
 	@$(VENV)/python -m benchmarks $(if $(ONLY),--only $(ONLY)) $(if $(filter 1,$(QUICK)),--rounds 3 --records 1000000) $(ARGS)
 
-profile: .venv/ready ## measure round trips, CPU and time per phase of one attempt
+profile: .venv/ready ## measure function calls, CPU, round trips and time per phase of one attempt
 	@$(VENV)/python -m benchmarks.profile $(ARGS)
 
 clean: ## stop the servers; remove their data, .venv and all caches

@@ -13,6 +13,7 @@ from typing import Any, Protocol, Self
 import psycopg
 from psycopg import generators
 from psycopg.pq import ExecStatus, TransactionStatus
+from psycopg.sql import as_string
 from sqlalchemy import Connection, Engine, ExceptionContext, event
 
 from ..errors import SessionNotYours, SettingsError
@@ -178,14 +179,10 @@ def _check(connection: psycopg.Connection[Any], query: Any) -> None:
     if not isinstance(connection, OwnedConnection):
         return
     if not isinstance(query, str):  # by the driver itself
-        query = query.decode(errors="replace") if isinstance(query, bytes) else _as_text(query, connection)
+        query = query.decode(errors="replace") if isinstance(query, bytes) else as_string(query, connection)
     if connection.owner is not None:
         connection.owner.check_statement(query)
     connection.may_have_role = connection.may_have_role or takes_role(query)
-
-
-def _as_text(query: Any, connection: Any) -> str:
-    return str(query.as_string(connection) if hasattr(query, "as_string") else query)
 
 
 class TransactionCursor(psycopg.Cursor[Any]):
@@ -209,8 +206,8 @@ class TransactionCursor(psycopg.Cursor[Any]):
 def begin_on_clean_connections(engine: Engine) -> None:
     """Let the engine's transactions begin by `CheckedConnection.begin`, which undoes what an earlier one has SET.
 
-    With `pool_pre_ping`, one begins as soon as a connection is taken from the pool. If its server has gone, the pool
-    replaces it: nobody notices, and no round trip is spent on asking.
+    With `pool_pre_ping`, one begins as soon as a connection is taken from the pool. If its server has gone, the
+    pool replaces it. This needs no round trip of its own.
     """
 
     @event.listens_for(engine, "connect")

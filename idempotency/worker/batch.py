@@ -66,7 +66,7 @@ def run_batch(trace: Callable[..., Traced], name: str, calls: Sequence[Call]) ->
     try:
         _prepare(task, [(request, body) for _, request, body in decoded if body is not None])
     except SoftTimeLimitExceeded:
-        # It comes once for a job. Each comes back by itself, with a limit of its own.
+        # Raised once for a job, so what went on would have no limit. Delivered again, each message has its own.
         log.warning("batch_time_limit", task=name, many=len(calls))
         return [None] * len(calls)
     results: list[Traced | None] = []

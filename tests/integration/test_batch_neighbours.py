@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 from uuid import uuid4
 
@@ -16,6 +17,7 @@ from sqlalchemy import Engine, text
 from idempotency import IdempotentTask
 from idempotency.worker.batch import run_batch
 from tests.support.bank import INSERT
+from tests.support.deliveries import request_of
 from tests.support.tasks import make_task
 
 SETTING = "SELECT current_setting('app.tenant', true)"
@@ -28,20 +30,12 @@ def put(task: IdempotentTask, account: str, amount: int = 1) -> None:
 def message(app: Celery, task: Any, *args: Any, body: str | None = None) -> Any:
     """As the pool is given it."""
     id = str(uuid4())
-    request = {
-        "id": id,
-        "task": task.name,
-        "lang": "py",
-        "origin": "test",
-        "root_id": id,
-        "correlation_id": id,
-        "retries": 0,
-        "hostname": "h",
-        "reply_to": None,
-        "timelimit": [None, None],
-        "delivery_info": {"exchange": "", "routing_key": app.conf.task_default_queue, "priority": None},
-    }
+    request = request_of(app, task, id) | {"hostname": "h", "reply_to": None, "timelimit": [None, None]}
     return id, request, body or json.dumps([list(args), {}, {}]), "application/json", "utf-8"
+
+
+def batched(app: Celery, body: Callable[..., Any]) -> Any:
+    return make_task(app, body, key="{account}", batch=10, max_attempts=1)
 
 
 def run(app: Celery, task: Any, *messages: Any) -> list[Any]:
@@ -70,7 +64,7 @@ def test_a_body_that_runs_again_gets_its_arguments_as_they_were_sent(bank: Celer
         if account == "e3":
             raise ValueError("bad")
 
-    task = make_task(bank, body, key="{account}", batch=10, max_attempts=1)
+    task = batched(bank, body)
     run(bank, task, *(message(bank, task, f"e{n}", [5, 6]) for n in range(4)))
     assert accounts(engine) == {"e0": [11], "e1": [11], "e2": [11]}
     assert states(engine) == {"e0": "completed", "e1": "completed", "e2": "completed", "e3": "failed"}
@@ -105,7 +99,7 @@ def test_what_a_body_has_set_is_so_for_no_other(bank: Celery, engine: Engine, se
                     connection.driver_connection.execute(sql.SQL(setting))
         put(self, account)
 
-    task = make_task(bank, body, key="{account}", batch=10, max_attempts=1)
+    task = batched(bank, body)
     run(bank, task, *(message(bank, task, f"e{n}") for n in range(3)))
     assert seen == {"e0": "", "e1": "", "e2": ""}
     assert states(engine) == {"e0": "completed", "e1": "completed", "e2": "completed"}
@@ -126,7 +120,7 @@ def test_a_body_that_rolls_back_loses_the_work_of_no_other(bank: Celery, engine:
                     connection.driver_connection.rollback()
             put(self, account)
 
-    task = make_task(bank, body, key="{account}", batch=10, max_attempts=1)
+    task = batched(bank, body)
     run(bank, task, *(message(bank, task, f"e{n}") for n in range(3)))
     assert states(engine) == {"e0": "completed", "e1": "completed", "e2": "completed"}
     assert accounts(engine) == {"e0": [1], "e1": [1], "e2": [1]}
@@ -141,7 +135,7 @@ def test_a_body_that_would_commit_does_nothing_twice(bank: Celery, engine: Engin
         if account == "e3":
             raise ValueError("bad")
 
-    task = make_task(bank, body, key="{account}", batch=10, max_attempts=1)
+    task = batched(bank, body)
     run(bank, task, *(message(bank, task, f"e{n}") for n in range(4)))
     assert states(engine) == {"e0": "completed", "e1": "failed", "e2": "completed", "e3": "failed"}
     assert accounts(engine) == {"e0": [1], "e2": [1]}
@@ -152,7 +146,7 @@ def test_a_payload_of_another_form_stops_no_other(bank: Celery, engine: Engine, 
     def body(self: IdempotentTask, account: str) -> None:
         put(self, account)
 
-    task = make_task(bank, body, key="{account}", batch=10, max_attempts=1)
+    task = batched(bank, body)
     bad = message(bank, task, body=payload)
     run(bank, task, message(bank, task, "e0"), bad, message(bank, task, "e1"))
     assert accounts(engine) | {"bad": [1]} == {"e0": [1], "e1": [1], "bad": [1]}
@@ -168,6 +162,6 @@ def test_a_soft_time_limit_puts_all_back(bank: Celery, engine: Engine) -> None:
         if account == "e1":
             raise SoftTimeLimitExceeded
 
-    task = make_task(bank, body, key="{account}", batch=10, max_attempts=1)
+    task = batched(bank, body)
     assert run(bank, task, *(message(bank, task, f"e{n}") for n in range(3))) == [None, None, None]
     assert (entered, accounts(engine)) == (["e0", "e1"], {})

@@ -180,28 +180,22 @@ def test_a_body_commits_in_no_way(bank: Celery, deliveries: Deliveries, entries:
     assert entries("row") == 0
 
 
+@pytest.mark.parametrize("when", ["in use", "idle"])
 def test_a_connection_whose_server_has_gone_is_replaced_in_silence(
-    bank: Celery, engine: Engine, caplog: pytest.LogCaptureFixture
+    bank: Celery, engine: Engine, caplog: pytest.LogCaptureFixture, when: str
 ) -> None:
-    runtime = runtime_of(bank)
-    with runtime.engine.connect() as connection:
-        gone = connection.exec_driver_sql("SELECT pg_backend_pid()").scalar_one()
-        connection.commit()
+    def terminate() -> None:
         with engine.connect() as other:
             other.execute(text("SELECT pg_terminate_backend(:pid, 5000)"), {"pid": gone})
-    assert caplog.text == ""
-    with runtime.engine.connect() as connection:
-        assert connection.exec_driver_sql("SELECT pg_backend_pid()").scalar_one() != gone
 
-
-def test_a_connection_whose_server_went_while_it_was_idle_is_replaced_in_silence(
-    bank: Celery, engine: Engine, caplog: pytest.LogCaptureFixture
-) -> None:
     runtime = runtime_of(bank)
     with runtime.engine.connect() as connection:
         gone = connection.exec_driver_sql("SELECT pg_backend_pid()").scalar_one()
-    with engine.connect() as other:
-        other.execute(text("SELECT pg_terminate_backend(:pid, 5000)"), {"pid": gone})
+        if when == "in use":
+            connection.commit()
+            terminate()
+    if when == "idle":
+        terminate()
     with runtime.engine.connect() as connection:
         assert connection.exec_driver_sql("SELECT pg_backend_pid()").scalar_one() != gone
     assert caplog.text == ""

@@ -1,5 +1,4 @@
-"""What an attempt asks of Postgres: round trips, as libpq's trace counts them. One more is a regression, and so is one less
-that nobody can explain."""
+"""An attempt's round trips to Postgres, as libpq's trace counts them. A change that saves one changes its number here."""
 
 from __future__ import annotations
 

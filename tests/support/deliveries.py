@@ -17,6 +17,20 @@ from sqlalchemy import Row
 from idempotency.wire.message import KEY_HEADER, ORIGIN_HEADER, TENANT_HEADER, Message
 
 
+def request_of(app: Celery, task: Any, id: str) -> dict[str, Any]:
+    """The headers of a message's first delivery, and where it came from."""
+    return {
+        "id": id,
+        "task": task.name,
+        "lang": "py",
+        "origin": "test",
+        "root_id": id,
+        "correlation_id": id,
+        "retries": 0,
+        "delivery_info": {"exchange": "", "routing_key": app.conf.task_default_queue, "priority": None},
+    }
+
+
 @dataclass(frozen=True)
 class Outcome:
     """What the worker would see: SUCCESS, FAILURE, RETRY, IGNORED or REJECTED, and the value or exception."""
@@ -45,14 +59,7 @@ class Deliveries:
         marks = {KEY_HEADER: key, TENANT_HEADER: tenant, ORIGIN_HEADER: origin}
         id = task_id or str(uuid4())
         request = {
-            "id": id,
-            "task": task.name,
-            "lang": "py",
-            "origin": "test",
-            "root_id": id,
-            "correlation_id": id,
-            "retries": 0,
-            "delivery_info": {"exchange": "", "routing_key": self.app.conf.task_default_queue, "priority": None},
+            **request_of(self.app, task, id),
             **(headers or {}),
             **{name: value for name, value in marks.items() if value is not None},
         }
