@@ -68,6 +68,11 @@ class Attempt:
         runtime.heartbeat.hold(self._holding)
 
     @property
+    def has_hint(self) -> bool:
+        """Whether Redis may have a hint of this attempt."""
+        return not self.delivery.only_asked
+
+    @property
     def released_as(self) -> tuple[Any, str] | None:
         """Of a saga's attempt: the saga's id and the status in which it was read."""
         return None
@@ -298,7 +303,7 @@ class Attempt:
     def close(self) -> None:
         """Stop renewing, drop the hint in Redis and return the connection, however the attempt has ended."""
         self.runtime.heartbeat.drop(self._holding)
-        if not self.delivery.only_asked:
+        if self.has_hint:
             self.runtime.hints.drop(self.claim.id, self.claim.token, self._holding.fingerprint)
         metrics.attempt_seconds.labels(self.claim.id.task).observe(time.monotonic() - self._holding.since)
         self.writes.close()

@@ -60,6 +60,11 @@ class BatchedAttempt(Attempt):
     # Whether the body has rolled back past SQLAlchemy, and so what others had written.
     has_rolled_back = False
 
+    @property
+    def has_hint(self) -> bool:
+        """Only if it has lasted until a heartbeat: its claim leaves none."""
+        return super().has_hint and self._holding.renewed_at > self._holding.since
+
     def check_may_begin(self) -> None:
         self.leave()
 

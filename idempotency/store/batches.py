@@ -16,8 +16,8 @@ from .statements import execute
 # Only what has no record yet. Everything else has an answer that takes a look of its own, which `claims.claim` takes.
 _CLAIM_NEW = """
 WITH given AS MATERIALIZED (
-    SELECT * FROM unnest(%(keys)s::text[], %(tokens)s::text[], %(fingerprints)s::text[], %(messages)s::text[],
-                         %(queues)s::text[]) AS g(key, token, fingerprint, message, queue)
+    SELECT * FROM unnest(%(keys)b::text[], %(tokens)b::text[], %(fingerprints)b::text[], %(messages)b::text[],
+                         %(queues)b::text[]) AS g(key, token, fingerprint, message, queue)
 )
 INSERT INTO idempotency.records
     (tenant, task, key, status, fence, token, locked_until, locked_by, fingerprint, message, queue, service)
@@ -37,22 +37,25 @@ _SETTINGS = """
 SELECT set_config('idle_in_transaction_session_timeout', %(idle_ms)s, true) AS idle,
        set_config('synchronous_commit', 'on', true) AS flush, set_config('enable_seqscan', 'off', true) AS scan
 """
-# Raises division_by_zero unless all are still held: then none is committed.
+# Raises division_by_zero unless all are still held: then none is committed. LATERAL and `= ANY`, because by a join alone a
+# plan that is made while the table is small reads all records of the task.
 _COMPLETE = """
-WITH given AS (
-    SELECT * FROM unnest(%(keys)s::text[], %(fences)s::bigint[], %(tokens)s::text[], %(results)s::text[])
-        AS g(key, fence, token, result)
+WITH given AS MATERIALIZED (
+    SELECT * FROM unnest(%(keys)b::text[], %(fences)b::bigint[], %(tokens)b::text[], %(results)b::text[])
+        AS g(key, fence, token, result) ORDER BY key
 ), mine AS MATERIALIZED (
-    SELECT r.key, given.result FROM idempotency.records r JOIN given USING (key)
-    WHERE r.tenant = %(tenant)s AND r.task = %(task)s AND r.status = 'started' AND r.fence = given.fence
-      AND r.token = given.token
-    ORDER BY r.key FOR UPDATE OF r
+    SELECT given.key, given.result FROM given CROSS JOIN LATERAL (
+        SELECT FROM idempotency.records r
+        WHERE r.tenant = %(tenant)s AND r.task = %(task)s AND r.key = given.key
+          AND r.status = 'started' AND r.fence = given.fence AND r.token = given.token
+        FOR UPDATE
+    ) held
 ), finished AS (
     UPDATE idempotency.records r
     SET status = 'completed', result = mine.result, response_code = %(response_code)s, completed_at = clock_timestamp(),
         locked_until = NULL, expires_at = clock_timestamp() + make_interval(secs => %(retention)s),
         updated_at = clock_timestamp()
-    FROM mine WHERE r.tenant = %(tenant)s AND r.task = %(task)s AND r.key = mine.key
+    FROM mine WHERE r.tenant = %(tenant)s AND r.task = %(task)s AND r.key = ANY(%(keys)b::text[]) AND r.key = mine.key
     RETURNING 1
 )
 SELECT 1 / (count(*) = %(many)s)::int FROM finished

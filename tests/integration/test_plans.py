@@ -11,8 +11,9 @@ import pytest
 from celery import Celery
 
 from idempotency.application import runtime_of, settings_of
-from idempotency.store import claims, effects, ends, outbox, overview, recover, sharing
+from idempotency.store import batches, claims, effects, ends, outbox, overview, recover, sharing
 from idempotency.store.overview import monitoring_connection
+from idempotency.store.statements import execute
 from tests.support.plans import explain
 
 Plan = Callable[..., str]
@@ -48,6 +49,15 @@ def test_a_fenced_write_finds_its_record_by_key(planned: Plan, name: str, in_ses
     assert "using records_pkey" in plan or "on records_pkey" in plan, plan
     # Small, and so cheap in the planner's eyes: but it holds a dead entry for each operation that has ended.
     assert "records_held" not in plan
+
+
+def test_the_end_of_a_batch_finds_its_records_by_key(bank: Celery) -> None:
+    with runtime_of(bank).engine.connect() as connection:
+        execute(connection, batches._SETTINGS, {"idle_ms": "1000"})
+        plan = explain(connection, batches._COMPLETE)
+    conditions = [line for line in plan.splitlines() if "Index Cond" in line]
+    assert len(conditions) == 2, plan
+    assert all("(key = " in each for each in conditions), plan
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ from idempotency.store.driver import OneStatement
 
 def explain(connection: Connection, statement: str) -> str:
     """The generic plan of a statement with psycopg's placeholders."""
-    names = list(dict.fromkeys(re.findall(r"%\((\w+)\)s", statement)))
-    numbered = re.sub(r"%\((\w+)\)s", lambda found: f"${names.index(found[1]) + 1}", statement)
+    names = list(dict.fromkeys(re.findall(r"%\((\w+)\)[sb]", statement)))
+    numbered = re.sub(r"%\((\w+)\)[sb]", lambda found: f"${names.index(found[1]) + 1}", statement)
     driver: Any = connection.connection.driver_connection
     # An attempt's own cursor would send it with no parameters at all; behind a pooler, the others' brings our settings.
     cursor = psycopg.Cursor(driver) if issubclass(driver.cursor_factory, OneStatement) else driver.cursor()
