@@ -58,10 +58,10 @@ class Known(BaseModel):
 
 _FILE = TypeAdapter(dict[str, Known])
 NAME = "1 to 255 printable characters"
-# What no screen shows: Unicode's Default_Ignorable_Code_Point, which Python's tables do not have.
+# What no screen shows: Unicode's Default_Ignorable_Code_Point, which Python's tables do not have, and two symbols that are blank.
 _IGNORABLE = re.compile(
     "[\u00ad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f\u202a-\u202e\u2060-\u206f\u3164\ufe00-\ufe0f\ufeff"
-    "\uffa0\ufff0-\ufff8\U0001bca0-\U0001bca3\U0001d173-\U0001d17a\U000e0000-\U000e0fff]"
+    "\u2800\U0001d159\uffa0\ufff0-\ufff8\U0001bca0-\U0001bca3\U0001d173-\U0001d17a\U000e0000-\U000e0fff]"
 )
 
 

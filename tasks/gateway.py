@@ -19,9 +19,10 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Annotated, Any, NamedTuple, Protocol, TypeVar
 
 import stripe
+from pydantic import Field
 from typing_extensions import TypedDict
 
 from idempotency import (
@@ -46,7 +47,8 @@ T = TypeVar("T")
 class Result(TypedDict):
     """The result of a capture or a refund."""
 
-    id: str
+    # the provider's; a person may have typed it
+    id: Annotated[str, Field(pattern=r"^[\x21-\x7e]{1,255}$")]
     amount: int
     currency: str
     status: str

@@ -46,6 +46,7 @@ class Payment(Base):
         CheckConstraint("order_status IN ('placed', 'cancelled')", name="order_status_known"),
         UniqueConstraint("tenant", "order_id", name="payments_order_id"),
         Index("payments_of_charge", "tenant", "charge_id", postgresql_where=text("charge_id IS NOT NULL")),
+        Index("payments_at_provider", "charge_id", postgresql_where=text("charge_id IS NOT NULL")),
     )
 
     tenant: Mapped[Tenant]
@@ -280,6 +281,7 @@ class Refund(Base):
             "(status IN ('refunded', 'reversed')) = (provider_refund_id IS NOT NULL)", name="refunded_has_an_id"
         ),
         Index("ix_refunds_payment_id", "tenant", "payment_id"),
+        Index("refunds_at_provider", "provider_refund_id", postgresql_where=text("provider_refund_id IS NOT NULL")),
     )
 
     tenant: Mapped[Tenant]

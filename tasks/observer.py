@@ -19,6 +19,8 @@ from . import app
 SAGA = "order_placement"
 # What was charged, and what was given back: perhaps in parts, so their amounts are kept.
 MONEY = {"payment.captured": 1, "payment.refunded": -1}
+# A refund that was made, and whose money has come back.
+REVERSED = "reversed"
 # Locks the row, so that of two events handled at once, one sees the other.
 _SEE = text("""
 INSERT INTO placements (tenant, order_id, seen) VALUES (:tenant, :order_id, ARRAY[:event])
@@ -41,6 +43,8 @@ def _see(session: Session, event: dict[str, Any], *, tenant: str) -> list[str]:
     data, seen_as = event["data"], event["type"]
     if seen_as in MONEY:
         seen_as = f"{seen_as} {data['amount']} {data.get('refund_id', '')}"
+    elif data.get("was_made"):
+        seen_as = f"{REVERSED} {data['refund_id']}"
     about = {"tenant": tenant, "order_id": data["order_id"], "event": seen_as}
     seen: list[str] = session.execute(_SEE, about).scalar_one()
     return seen
@@ -58,5 +62,7 @@ def _kept(seen: Collection[str]) -> int:
     kept = 0
     for each in seen:
         event, _, rest = each.partition(" ")
-        kept += MONEY.get(event, 0) * int(rest.partition(" ")[0] or 1)
+        amount, _, refund_id = rest.partition(" ")
+        if not refund_id or f"{REVERSED} {refund_id}" not in seen:
+            kept += MONEY.get(event, 0) * int(amount or 1 if event in MONEY else 0)
     return kept

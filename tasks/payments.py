@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 from uuid import uuid4
 
-from sqlalchemy import update
+from sqlalchemy import select, update
 from sqlalchemy.orm import Session
 
 from idempotency import (
@@ -34,13 +34,13 @@ from .gateway import Outcome, Result
 from .models import Payment
 from .once import check_not_carried_out, insert_once, insert_unless_there
 from .outside import gateway
-from .refunds import refund_payment, request_rest
+from .refunds import INITIATED, refund_payment, request_rest
 from .reported import reported_charge, reported_refusal, settle_later
 from .reports import SUCCEEDED
 from .tenants import DEFAULT, named, owned
 from .validation import check_purchase, check_purchase_id
 
-INITIATED, CANCELLED = "PAYMENT_INITIATED", "cancelled"
+CANCELLED = "cancelled"
 CAPTURE = "capture"
 # What a statement returns replaces what the session has read before.
 AS_WRITTEN = {"populate_existing": True, "synchronize_session": False}
@@ -119,7 +119,6 @@ def capture_payment(
     if is_captured and not self.may_have_happened(CAPTURE):  # by a call under another key
         return {"status": payment.status, "charge": payment.charge_id}
     has_begun = payment.status not in (INITIATED, CANCELLED)
-    had_failed = payment.failure is not None
     request: dict[str, Any] = {
         "payment_id": payment.id,
         "customer_id": payment.customer_id,
@@ -136,7 +135,10 @@ def capture_payment(
         charge = self.effect(CAPTURE, gateway.capture, reconcile=find_capture, **request)
 
     charge_id = None if charge is None else charge["id"]
-    is_new = mark_captured(self.session, payment_id, charge_id, had_failed=had_failed, tenant=self.tenant)
+    if charge_id is not None and (other := _other_payment(self.session, payment_id, charge_id, tenant=self.tenant)):
+        # a person has taken it for this one
+        raise PermanentError(f"payment {payment_id}: {charge_id} is of the payment {other}", "charge_of_another")
+    is_new = mark_captured(self.session, payment_id, charge_id, tenant=self.tenant)
     noted = self.session.get_one(Payment, (self.tenant, payment_id), populate_existing=not is_new)
     if is_new:
         settle_later(self.session, noted)
@@ -174,21 +176,26 @@ def find_capture(
     )
 
 
-def mark_captured(
-    session: Session, payment_id: str, charge_id: str | None, *, had_failed: bool, tenant: str = DEFAULT
-) -> bool:
+def _other_payment(session: Session, payment_id: str, charge_id: str, *, tenant: str) -> str | None:
+    """Another payment that this charge is of."""
+    others = select(Payment.id).filter_by(tenant=tenant, charge_id=charge_id).where(Payment.id != payment_id)
+    return session.scalars(others.limit(1)).first()
+
+
+def mark_captured(session: Session, payment_id: str, charge_id: str | None, *, tenant: str = DEFAULT) -> bool:
     """Note that a payment is captured, by its task or by the provider's report, whichever comes first; None: it is free.
 
-    Returns False if it was noted before. `had_failed`: the payment had a failure before this.
+    Returns False if it was noted before.
     """
     status = "free" if charge_id is None else "captured"
-    noted = update(Payment).where(
-        Payment.tenant == tenant, Payment.id == payment_id, Payment.status.not_in(("captured", "free"))
-    )
-    noted = noted.values(status=status, charge_id=charge_id, failure=None)
-    payment = session.scalars(noted.returning(Payment), execution_options=AS_WRITTEN).one_or_none()
-    if payment is None:
+    open_one = select(Payment.tenant, Payment.id, Payment.failure).filter_by(tenant=tenant, id=payment_id)
+    before = open_one.where(Payment.status.not_in(("captured", "free"))).with_for_update().cte("before")
+    noted = update(Payment).where(Payment.tenant == before.c.tenant, Payment.id == before.c.id)
+    noted = noted.values(status=status, charge_id=charge_id, failure=None).returning(Payment, before.c.failure)
+    found = session.execute(noted, execution_options=AS_WRITTEN).one_or_none()
+    if found is None:
         return False
+    payment, had_failed = found[0], found[1] is not None
     about = {"payment_id": payment_id, **payment.of_order}
     if had_failed:
         publish(session, "payment.recovered", {**about, "code": "recovered"}, tenant=tenant, app=app)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime, timedelta
 from hashlib import sha256
@@ -66,7 +66,13 @@ def _query(kind: Kind, condition: str) -> TextClause:
     return text(_OURS[kind].format(elsewhere=elsewhere, condition=condition))
 
 
-_BY_NAME = {kind: _query(kind, "(p.tenant, p.id) = (:tenant, :name)") for kind in KINDS}
+# Under its name or under its id: a person may have found that what was made otherwise is ours.
+_OF_OBJECT = {
+    kind: _query(
+        kind, f"((p.tenant, p.id) = (:tenant, :name) OR p.{_COLUMNS[kind]['id']} = :id) ORDER BY p.tenant, p.id"
+    )
+    for kind in KINDS
+}
 _OF_TIME = {
     kind: _query(kind, "p.created_at >= :since AND p.created_at < :until").execution_options(yield_per=1000)
     for kind in KINDS
@@ -96,32 +102,36 @@ def differences(session: Session, since: datetime, until: datetime) -> Iterator[
     """
     for kind in KINDS:
         listed = {moved.id: moved for moved in _moved(kind, since, until)}
-        found = [
-            _compare(kind, each, _ours(session, kind, each.tenant, _name_of(kind, each))) for each in listed.values()
-        ]
+        found = [_compare(kind, id, moved, _ours(session, kind, id, moved)) for id, moved in listed.items()]
         ours = session.execute(_OF_TIME[kind], {"since": since, "until": until})
-        unlisted = [row for row in ours if row.id not in listed]
+        unlisted = {row.id: row for row in ours if row.id not in listed}
         session.rollback()
         # created here in this time, and there perhaps later
-        found += [_compare(kind, _look_up(kind, row.id), row) for row in unlisted]
+        there = {id: _look_up(kind, id) for id in unlisted}
+        found += [_compare(kind, id, moved, _ours(session, kind, id, moved)) for id, moved in there.items()]
+        session.rollback()
         yield from (difference for difference in found if difference is not None)
 
 
-def _compare(kind: Kind, moved: Moved | None, ours: Any) -> Difference | None:
+def _compare(kind: Kind, id: str, moved: Moved | None, ours: Sequence[Any]) -> Difference | None:
+    """`ours`: what we have under the object's id or under its name."""
+    under_id = [row for row in ours if row.id == id]
     theirs = None if moved is None else f"{moved.amount} {moved.currency}"
-    posted = None if ours is None else f"{ours.amount} {ours.currency.upper()}"
-    if moved is not None and ours is not None and ours.id != moved.id:
-        posted = f"{posted} as {ours.id}"  # the payment has another charge
-    if theirs == posted:
+    is_other = len(under_id) > 1 or any(_is_other(row, moved) for row in under_id)
+    posted = [f"{row.amount} {row.currency.upper()}" + (f" of {row.name}" if is_other else "") for row in under_id]
+    if not under_id:  # the payment has another charge
+        posted = [f"{row.amount} {row.currency.upper()} as {row.id}" for row in ours]
+    if posted == ([] if theirs is None else [theirs]):
         return None
-    if moved is not None:
-        return Difference(kind, moved.tenant, moved.id, _name_of(kind, moved), theirs, posted)
-    return Difference(kind, ours.tenant, ours.id, ours.name, theirs, posted)
+    named = moved if moved is not None and moved.name is not None else None
+    tenant = named.tenant if named is not None else ours[0].tenant if ours else DEFAULT
+    name = named.name if named is not None else ours[0].name if ours else None
+    return Difference(kind, tenant, id, name, theirs, " + ".join(posted) or None)
 
 
-def _name_of(kind: Kind, moved: Moved) -> str | None:
-    """Our name of what was moved; a refund that was made at the provider's site is written down under the provider's."""
-    return f"stripe-{moved.id}" if kind == "refund" and moved.name is None else moved.name
+def _is_other(row: Any, moved: Moved | None) -> bool:
+    """Whether the provider says that this object is of another payment or refund of ours."""
+    return moved is not None and moved.name is not None and (row.tenant, row.name) != (moved.tenant, moved.name)
 
 
 def _moved(kind: Kind, since: datetime, until: datetime) -> Iterator[Moved]:
@@ -129,18 +139,22 @@ def _moved(kind: Kind, since: datetime, until: datetime) -> Iterator[Moved]:
 
 
 def _look_up(kind: Kind, id: str) -> Moved | None:
+    """What the provider has under an id; nothing under what cannot be one, which a person may have typed."""
+    if not _is_key(id):
+        return None
     return gateway.charge(id) if kind == "charge" else gateway.refunded(id)
 
 
-def _ours(session: Session, kind: Kind, tenant: str, name: str | None) -> Any:
-    return session.execute(_BY_NAME[kind], {"tenant": tenant, "name": name}).one_or_none()
+def _ours(session: Session, kind: Kind, id: str, moved: Moved | None) -> Sequence[Any]:
+    tenant, name = (None, None) if moved is None else (moved.tenant, moved.name)
+    return session.execute(_OF_OBJECT[kind], {"tenant": tenant, "name": name, "id": id}).all()
 
 
 @app.task(base=IdempotentTask, bind=True, name="payments.check_difference", key="{difference}")
 def check_difference(self: IdempotentTask, difference: str, kind: Kind, id: str, name: str | None) -> dict[str, Any]:
-    """Ask both sides about one object again. Fails, and so leaves a dead letter, for as long as they differ."""
+    """Ask both sides about one object again. Fails, and so leaves a dead letter, for as long as they differ. `name`: for its reader."""
     moved = _look_up(kind, id)  # before the transaction begins
-    found = _compare(kind, moved, _ours(self.session, kind, self.tenant, name))
+    found = _compare(kind, id, moved, _ours(self.session, kind, id, moved))
     if found is not None:
         raise PermanentError(str(found), "ledger_differs")
     return {"agrees": True}
@@ -166,16 +180,22 @@ def days_before(until: datetime, days: float) -> list[tuple[datetime, datetime]]
 
 def _known_tenant(tenant: str) -> str:
     """The tenant whose dead letter it is: the provider's text may not be a valid one."""
+    return tenant if _is_key(tenant) else DEFAULT
+
+
+def _is_key(given: str) -> bool:
     try:
-        return keys.check_key(tenant, field="tenant")
+        keys.check_key(given)
     except CallRefused:
-        return DEFAULT
+        return False
+    return True
 
 
 def _key(session: Session, difference: Difference, tenant: str) -> str:
     """One key for as long as a difference lasts; one that was mended and has come back has another."""
     sides = sha256(json.dumps([difference.provider, difference.ledger]).encode()).hexdigest()[:12]
-    name = f"{difference.kind}:{difference.id}:{sides}"
+    of_object = difference.id if _is_key(difference.id) else sha256(difference.id.encode()).hexdigest()[:32]
+    name = f"{difference.kind}:{of_object[:200]}:{sides}"
     for number in count(1):
         key = name if number == 1 else f"{name}:{number}"
         id = OperationId(tenant, check_difference.name, key)

@@ -24,7 +24,10 @@ from idempotency import (
     Unfinished,
     publish,
 )
+from idempotency.application import settings_of
+from idempotency.attempt.refusals import refusal_of
 from idempotency.providers import STRIPE
+from idempotency.store import operations
 
 from . import app, ledger
 from .gateway import GatewayError, Outcome, Result
@@ -38,10 +41,12 @@ from .reported import (
     reported_refund_failure,
     settle_later,
 )
-from .reports import SUCCEEDED
+from .reports import GATEWAYS, SUCCEEDED
 from .tenants import DEFAULT, named, owned
 from .validation import check_amount, check_id, check_minor_unit, check_text
 
+# The status of an order's payment until its charge begins.
+INITIATED = "PAYMENT_INITIATED"
 # Why a refund is reversed whose failure no webhook has told.
 REFUSED_AFTERWARDS = "refused_afterwards"
 # Of a refund that was made, whether or not its money has come back.
@@ -197,8 +202,8 @@ def reserve(session: Session, refund_id: str, *, tenant: str = DEFAULT) -> dict[
         refund.status in MADE
     ):  # the provider has told it at this moment, or a person has found it: there is nothing to reserve
         return _request(refund, payment, tenant)
-    if payment.status in ("pending", "unknown"):
-        # the payment may still turn out to be captured
+    if payment.status in (INITIATED, "pending", "unknown"):
+        # it may still be charged, or turn out to be
         raise Defer(PENDING_PAUSE, f"payment {payment.id}: still {payment.status}")
     if payment.status != "captured":
         raise PermanentError(f"payment {payment.id}: {payment.status}, nothing to refund", f"payment_{payment.status}")
@@ -262,6 +267,8 @@ def refund_payment(
 
     refund, _ = locked(self.session, refund_id, tenant=self.tenant)
     assert refund is not None
+    if (other := _other_refund(self.session, refund, refunded["id"])) is not None:  # a person has taken it for this one
+        raise PermanentError(f"refund {refund_id}: {refunded['id']} is the refund {other}", "refund_of_another")
     if refund.provider_refund_id not in (None, refunded["id"]):  # under another key, which a person took for not made
         raise PermanentError(f"refund {refund_id}: made twice, also as {refund.provider_refund_id}", "refunded_twice")
     mark_refunded(self.session, refund, refunded["id"])
@@ -303,12 +310,47 @@ def _reported(refund_id: str, amount: int, effect_key: str, *, tenant: str) -> O
 
 
 def _reported_as_made(task: IdempotentTask, refund_id: str) -> dict[str, Any] | None:
-    """The result of a refund that the provider has told us of, unless our own call may have made it."""
+    """The result of a refund that the provider has told us of, unless our own call may have made it, or it is known to have failed.
+
+    Raises `PermanentError` if its money has come back: that is another refund, with another posting.
+    """
     noted = task.session.get(Refund, (task.tenant, refund_id), populate_existing=True)
     if noted is not None and noted.status in MADE and not task.may_have_happened("refund"):
-        return {"status": noted.status, "refund": noted.provider_refund_id}
+        if noted.status == "reversed":
+            raise PermanentError(
+                f"refund {refund_id}: its money has come back; request another refund", "refund_reversed"
+            )
+        if not isinstance(task.refusal_of("refund"), RefundFailed):
+            return {"status": noted.status, "refund": noted.provider_refund_id}
     task.session.rollback()  # no open transaction during a step or a call
     return None
+
+
+def _other_refund(session: Session, refund: Refund, provider_refund_id: str) -> str | None:
+    """Another refund of the same payment that is this one at the provider: ours, or one that was written down as the site's."""
+    others = select(Refund.id).filter_by(tenant=refund.tenant, payment_id=refund.payment_id)
+    others = others.where(
+        Refund.id != refund.id,
+        (Refund.provider_refund_id == provider_refund_id)
+        | (Refund.is_at_site & Refund.id.in_([at_site(gateway, provider_refund_id) for gateway in GATEWAYS])),
+    )
+    return session.scalars(others.limit(1)).first()
+
+
+def at_site(gateway: str, provider_refund_id: str) -> str:
+    """Our id of a refund that no request of ours has asked for."""
+    return f"{gateway}-{provider_refund_id}"
+
+
+def _found_failed(session: Session, refund: Refund) -> str | None:
+    """Why a refund has failed that was made, as the provider has answered its operation, which has recorded that."""
+    id = OperationId(refund.tenant, refund_payment.name, refund.id)
+    record = operations.lookup(session.connection(), id, settings_of(app).service)
+    entry = None if record is None else record.effects.get("refund")
+    refusal = None if entry is None else refusal_of(entry, entry.get("generation", 0))
+    if not isinstance(refusal, RefundFailed) or is_made_by_another_call(session, refund, refusal.effect_key):
+        return None
+    return refusal.code
 
 
 def mark_refunded(session: Session, refund: Refund, provider_refund_id: str) -> None:
@@ -324,7 +366,7 @@ def mark_refunded(session: Session, refund: Refund, provider_refund_id: str) -> 
     move(refund, payment, "refunded")
     ledger.post(session, "refund", refund.id, payment.id, refund.amount, payment.currency, tenant=refund.tenant)
     session.flush()
-    if (failure := failure_of_made(session, refund)) is not None:
+    if (failure := failure_of_made(session, refund) or _found_failed(session, refund)) is not None:
         reverse(session, refund, failure)
         return
     publish(session, "payment.refunded", _told(refund, payment), tenant=refund.tenant, app=app)
@@ -337,12 +379,12 @@ def reverse(session: Session, refund: Refund, code: str) -> None:
     refund.failure = code
     move(refund, payment, "reversed")
     ledger.post(session, "reversal", refund.id, payment.id, refund.amount, payment.currency, tenant=refund.tenant)
-    _tell_support(session, refund, payment, code)
+    _tell_support(session, refund, payment, code, was_made=True)
     settle_later(session, payment)
 
 
-def _tell_support(session: Session, refund: Refund, payment: Payment, code: str) -> None:
-    told = {"refund_id": refund.id, "payment_id": payment.id, "code": code, **payment.of_order}
+def _tell_support(session: Session, refund: Refund, payment: Payment, code: str, *, was_made: bool = False) -> None:
+    told = {"refund_id": refund.id, "payment_id": payment.id, "code": code, "was_made": was_made, **payment.of_order}
     publish(session, "payment.refund_failed", told, tenant=refund.tenant, app=app)
 
 

@@ -31,7 +31,7 @@ def settle_later(session: Session, payment: Payment) -> None:
 def reported_charge(payment_id: str, effect_key: str, *, tenant: str) -> str | None:
     """The charge that a provider has reported as made by a call under this key, and that we have noted for this payment."""
     reported = select(Payment.charge_id).join(
-        PaymentEvent, (PaymentEvent.tenant == Payment.tenant) & (PaymentEvent.object_id == Payment.charge_id)
+        PaymentEvent, (PaymentEvent.tenant == Payment.tenant) & (PaymentEvent.charge_id == Payment.charge_id)
     )
     reported = reported.where(
         Payment.tenant == tenant,

@@ -13,6 +13,7 @@ from pydantic import (
     AfterValidator,
     AwareDatetime,
     BaseModel,
+    BeforeValidator,
     Field,
     ValidationError,
     ValidatorFunctionWrapHandler,
@@ -28,9 +29,9 @@ Kind = Literal["charge", "refund", "dispute"]
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
-SUCCEEDED, FAILED = "succeeded", "failed"
+SUCCEEDED, FAILED, PENDING = "succeeded", "failed", "pending"
 # Of a charge or a refund, at other providers than Stripe.
-STATES = (SUCCEEDED, FAILED, "pending", "processing")
+STATES = (SUCCEEDED, FAILED, PENDING, "processing")
 # What a refund does not come back from, and what a dispute does not.
 REFUND_FAILED = frozenset({FAILED, "canceled"})
 DISPUTE_ENDED = frozenset({"won", "lost", "warning_closed"})
@@ -102,7 +103,10 @@ class _Error(BaseModel):
 class _Object(BaseModel):
     id: str = Field(min_length=1, max_length=255)
     object: str
-    status: str = Field(min_length=1, max_length=64)
+    # a refund may have none yet
+    status: Annotated[
+        str, Field(min_length=1, max_length=64), BeforeValidator(lambda given: PENDING if given is None else given)
+    ]
     amount: int = Field(ge=0, lt=2**63)
     currency: str = Field(min_length=3, max_length=3)
     metadata: Annotated[_Metadata | None, WrapValidator(_if_ours)] = None

@@ -223,14 +223,10 @@ def inspected(session: Session, return_id: str, said: Any, *, tenant: str = DEFA
 
 
 def request_refund(session: Session, return_id: str, refund_id: str, *, tenant: str = DEFAULT) -> int:
-    """Request all that is left of the payment: what was refunded by hand is not refunded again. Returns the amount.
-
-    A refund that is under way, here or at the provider's site, may still come to nothing, so it is waited for.
-    """
+    """Request all that is left of the payment: what was refunded by hand is not refunded again. Returns the amount."""
     row = _locked(session, return_id, tenant)
     payment = _payment_of(session, row)
-    if has_refund(session, payment, "reserved"):
-        raise Defer(PENDING_PAUSE, f"payment {payment.id}: another refund is under way")
+    _wait_for_others(session, payment)
     amount = request_rest(session, payment, refund_id=refund_id, reason="returned")
     row.refund_id = refund_id if amount > 0 else None
     return amount
@@ -241,7 +237,9 @@ def conclude(
 ) -> dict[str, Any]:
     """The buyer has all of the money, and the goods are booked; or it is left to a person. A refund may have come back by now."""
     row = _locked(session, return_id, tenant)
-    if is_owed(session, _payment_of(session, row)):
+    payment = _payment_of(session, row)
+    _wait_for_others(session, payment)
+    if is_owed(session, payment):
         problems = [*problems, REFUND_FAILED]
     if problems:
         _escalate(session, row, problems)
@@ -315,6 +313,12 @@ def _tell_late(session: Session, row: Return, problems: list[str]) -> None:
 
 
 # ---------------------------------------------------------------- rows
+
+
+def _wait_for_others(session: Session, payment: Payment) -> None:
+    """Raise `Defer` while a refund is under way, here or at the provider's site: it may still come to nothing."""
+    if has_refund(session, payment, "reserved"):
+        raise Defer(PENDING_PAUSE, f"payment {payment.id}: another refund is under way")
 
 
 def _locked(session: Session, return_id: str, tenant: str) -> Return:

@@ -30,7 +30,7 @@ from . import app, orders
 from .models import Dispute, Order, Payment, PaymentEvent, Refund
 from .once import insert_unless_there
 from .payments import CAPTURE, capture_payment, mark_captured, mark_failed
-from .refunds import MADE, fits, mark_refunded, move, refund_payment, refuse, reverse, tell_if_owed
+from .refunds import MADE, at_site, fits, mark_refunded, move, refund_payment, refuse, reverse, tell_if_owed
 from .reported import SETTLE_WAITING
 from .reports import DISPUTE_ENDED, FAILED, REFUND_FAILED, SUCCEEDED, Report
 
@@ -74,18 +74,24 @@ def settle(session: Session, report: Report) -> Settled:
 
 def _completed(session: Session, report: Report) -> Report | None:
     """The same report as it is kept, with the names that this one tells: it came without them, and waits for that."""
-    if report.payment_id is None:
-        return None
     of_object = {"tenant": report.tenant, "gateway": report.gateway, "object": report.object}
     known = select(PaymentEvent).filter_by(
         **of_object, object_id=report.object_id, state=report.state, is_applied=False
     )
     if report.object == "dispute":
         known = known.filter_by(occurred_at=report.occurred_at)
-    event = session.scalars(known.where(PaymentEvent.payment_id.is_(None))).one_or_none()
+    event = session.scalars(known).one_or_none()
     if event is None:
         return None
-    event.payment_id, event.refund_id, event.effect_key = report.payment_id, report.refund_id, report.effect_key
+    told = {
+        name: said
+        for name in ("payment_id", "refund_id", "effect_key")
+        if getattr(event, name) is None and (said := getattr(report, name)) is not None
+    }
+    if not told or (event.payment_id is not None and report.payment_id not in (None, event.payment_id)):
+        return None
+    for name, said in told.items():
+        setattr(event, name, said)
     event.code = event.code or report.code
     session.flush()
     return _as_report(event)
@@ -153,8 +159,7 @@ def _charge(session: Session, payment: Payment, report: Report) -> bool:
         log.error("payment_event_differs", gateway=report.gateway, event_id=report.event_id, payment=payment.id)
         return False
     if report.state == SUCCEEDED:
-        had_failed = payment.failure is not None
-        is_new = mark_captured(session, payment.id, report.charge_id, had_failed=had_failed, tenant=payment.tenant)
+        is_new = mark_captured(session, payment.id, report.charge_id, tenant=payment.tenant)
         if is_new and (order := _order_of(session, payment)) is not None:
             orders.pay(session, order)
     elif report.state == FAILED and not _is_of_an_earlier_call(session, payment, report):
@@ -213,7 +218,7 @@ def _refund_of(session: Session, payment: Payment, report: Report) -> Refund | N
         return refund
     if payment.status != "captured" or payment.charge_id != report.charge_id or report.amount == 0:
         return None
-    id = {"tenant": payment.tenant, "id": f"{report.gateway}-{report.object_id}"}
+    id = {"tenant": payment.tenant, "id": at_site(report.gateway, report.object_id)}
     of_payment = select(Refund).filter_by(tenant=payment.tenant, payment_id=payment.id)
     is_written_down = Refund.is_at_site & (Refund.id == id["id"])
     known = of_payment.where((Refund.provider_refund_id == report.object_id) | is_written_down)

@@ -24,7 +24,7 @@ from ..store.answers import Claimed, Renewal, error_text
 from ..store.statements import describe, where
 from ..wire import results
 from ..wire.delivery import Delivery
-from . import conclusions, effects, steps
+from . import conclusions, effects, refusals, steps
 from .conclusions import Concluded, Undo
 from .heartbeat import Holding
 from .policy import Policy
@@ -107,6 +107,11 @@ class Attempt:
         """Whether an effect has happened, or was begun and its outcome is not known."""
         entry = self.claim.effects.get(name)
         return entry is not None and conclusions.has_acted({name: entry})
+
+    def refusal_of(self, name: str) -> PermanentError | None:
+        """What an effect was refused with, if an earlier attempt of this generation has recorded that."""
+        entry = self.claim.effects.get(name)
+        return None if entry is None else refusals.refusal_of(entry, self.claim.generation)
 
     def check_may_begin(self) -> None:
         """Raise the error that the operation ends with if this is a last look, which may begin nothing new."""

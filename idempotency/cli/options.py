@@ -17,6 +17,9 @@ def this_user() -> str:
         return f"uid {os.getuid()}"
 
 
+# Seconds: a century, which is before everything and within what Postgres knows times for.
+MAX_AGE = 100 * 365 * 86400.0
+
 AppOption = Annotated[
     str,
     typer.Option(

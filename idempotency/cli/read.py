@@ -19,7 +19,7 @@ from ..operate.change import find
 from ..store import operations, saga_reading
 from ..store import overview as stored
 from ..upkeep import overview
-from .options import AppOption, JsonOption, KeyArgument, ServiceOption, TaskOption, TenantOption
+from .options import MAX_AGE, AppOption, JsonOption, KeyArgument, ServiceOption, TaskOption, TenantOption
 from .terminal import application, check_known, console, plain, print_json, print_line, print_table, task_named
 
 commands = typer.Typer()
@@ -99,7 +99,8 @@ def list_operations(
     tenant: Annotated[str | None, typer.Option(help="Only this tenant.")] = None,
     service: ServiceOption = None,
     older_than: Annotated[
-        float | None, typer.Option(min=0, help="Only those accepted or first claimed more than this many seconds ago.")
+        float | None,
+        typer.Option(min=0, max=MAX_AGE, help="Only those accepted or first claimed more than this many seconds ago."),
     ] = None,
     limit: Annotated[int, typer.Option(min=1, max=10_000)] = 100,
     as_json: JsonOption = False,

@@ -21,7 +21,16 @@ from ..store import overview as stored
 from ..store import saga_reading
 from ..wire.keys import OperationId
 from . import timeline
-from .options import ActorOption, AppOption, JsonOption, KeyArgument, ReasonOption, RequestOption, ServiceOption
+from .options import (
+    MAX_AGE,
+    ActorOption,
+    AppOption,
+    JsonOption,
+    KeyArgument,
+    ReasonOption,
+    RequestOption,
+    ServiceOption,
+)
 from .proof import proven
 from .terminal import application, check_known, errors, print_json, print_line, print_table, task_named
 
@@ -61,7 +70,7 @@ def list_sagas(
     tenant: Annotated[str | None, typer.Option(help="Only this tenant.")] = None,
     service: ServiceOption = None,
     older_than: Annotated[
-        float | None, typer.Option(min=0, help="Only those begun more than this many seconds ago.")
+        float | None, typer.Option(min=0, max=MAX_AGE, help="Only those begun more than this many seconds ago.")
     ] = None,
     limit: Annotated[int, typer.Option(min=1, max=10_000)] = 100,
     as_json: JsonOption = False,

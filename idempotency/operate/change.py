@@ -19,7 +19,7 @@ from ..attempt.runtime import Runtime
 from ..errors import ChangeRefused, OperationNotFound
 from ..observe.logs import log
 from ..store import audit as audits
-from ..store import dead_letters, operations
+from ..store import dead_letters, erasure, operations
 from ..wire.keys import OperationId
 
 # Enough for a sentence and a ticket number.
@@ -154,7 +154,7 @@ def locked(
     status: str | None = None,
     fence: int | None = None,
 ) -> Any:
-    """The record, locked. Raises `ChangeRefused` unless it is still what was shown and has the status `wanted`."""
+    """The record, locked. Raises `ChangeRefused` unless it is still what was shown, has the status `wanted` and is not erased."""
     id, status = shown.id, status or shown.status
     if status != wanted:
         what = "has not begun or waits for its next attempt" if wanted == "released" else f"is {wanted}"
@@ -165,6 +165,8 @@ def locked(
     expected = shown.fence if fence is None else fence
     if row.status != status or (expected is not None and row.fence != expected):
         raise ChangeRefused(f"{called(id)}: was {shown.status} when shown and is {row.status} now; look again")
+    if (at := erasure.erased_at(connection, id)) is not None:
+        raise ChangeRefused(f"{called(id)}: its data was erased at {at:%F %T%z}; it stays as it is")
     return row
 
 

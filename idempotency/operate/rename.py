@@ -12,7 +12,7 @@ from .money import check_verified_for
 
 
 def rename_service(app: Celery, old: str, new: str, change: Change) -> dict[str, int]:
-    """Give the records, outbox rows, lanes and dead letters of the application `old` to this one, which is called `new`.
+    """Give what is stored for the application `old` (`renaming.TABLES`) to this one, which is called `new`.
 
     Returns how many of each. Many short transactions, each with its audit row: if it is interrupted, repeat it. Raises
     `NotAuthenticated` if a task of theirs moves money and the person is not verified, and `ChangeRefused` while a process of `old` is running, since it would go on to write under that name, and unless `new`
@@ -42,4 +42,6 @@ def rename_service(app: Celery, old: str, new: str, change: Change) -> dict[str,
         renamed[tables[0]] += rows
         if after is None:
             tables.pop(0)
+    with runtime.engine.begin() as connection:
+        renaming.signal_again(connection, new)
     return renamed

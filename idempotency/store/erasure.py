@@ -45,13 +45,23 @@ _LETTERS = f"""({ROW} OR tenant = %(tenant)s AND task IS NULL AND header_task = 
 _DELIVERIES = """tenant = %(tenant)s AND (
     task = %(task)s AND id = split_part(%(key)s, ':', 1)
     OR id = 'msg_' || left(encode(sha256(pg_catalog.convert_to(%(key)s || ':' || endpoint_id, 'UTF8')), 'hex'), 32))"""
-# The events that its saga has waited for, or was given by a person.
+# What an event is matched by.
+_VALUE = "regexp_replace(e.match, '^[^=]*=', '')"
+# The events that its saga has waited for, or was given by a person; and those about its entity or under its key, for which it may
+# not have come to wait.
 _EVENTS = f"""
 SELECT e.id FROM idempotency.sagas g JOIN idempotency.saga_events e ON (e.tenant, e.service) = (g.tenant, g.service)
-WHERE g.id = ({_OF_SAGA}) AND (e.saga_id = g.id OR e.saga_id IS NULL AND EXISTS (
+WHERE g.id = ({_OF_SAGA}) AND (e.saga_id = g.id OR e.saga_id IS NULL AND ({_VALUE} IN (g.key, g.entity_id) OR EXISTS (
     SELECT FROM idempotency.saga_steps s
-    WHERE s.saga_id = g.id AND s.kind = 'wait' AND (s.event_type, s.match) = (e.event_type, e.match)))
+    WHERE s.saga_id = g.id AND s.kind = 'wait' AND (s.event_type, s.match) = (e.event_type, e.match))))
 """
+
+
+def _has_part(key: str) -> str:
+    """Whether a key is what an event is matched by, or has that between anything but letters and digits."""
+    escaped = f"regexp_replace({_VALUE}, '([^[:alnum:]])', '\\\\\\1', 'g')"
+    return f"{key} ~ ('(^|[^[:alnum:]])' || {escaped} || '([^[:alnum:]]|$)')"
+
 
 # In the order in which others lock: of what was called, before the saga that has called it, and letters last. A webhook that a
 # person redelivers is redelivered before, or refused after.
@@ -85,10 +95,17 @@ SELECT coalesce(
      WHERE e.id IN ({_EVENTS}) AND NOT g.observed AND g.status = 'RUNNING' LIMIT 1),
     (SELECT 'the saga ' || g.task || ' ' || g.key || ', which may come to wait for the same events, has not ended'
      FROM idempotency.saga_events e
-     JOIN idempotency.sagas g ON (g.tenant, g.service, g.status, g.observed) = (e.tenant, e.service, 'RUNNING', false)
-     CROSS JOIN LATERAL (SELECT regexp_replace(e.match, '^[^=]*=', '') AS value) matched
+     JOIN idempotency.sagas g ON (g.tenant, g.service, g.observed) = (e.tenant, e.service, false)
      WHERE e.id IN ({_EVENTS}) AND (g.task, g.key) <> (%(task)s, %(key)s) AND g.accepted_at <= e.received_at
-       AND (g.entity_id = matched.value OR matched.value = ANY(regexp_split_to_array(g.key, '[:/|,]'))) LIMIT 1),
+       AND (g.status = 'RUNNING' OR g.status IN ('COMPLETED', 'FAILED') AND EXISTS (  -- replayed, and has not begun anew
+           SELECT FROM idempotency.records r
+           WHERE (r.tenant, r.task, r.key) = (g.tenant, g.task, g.key) AND r.status IN ('started', 'released')))
+       AND (g.entity_id = {_VALUE} OR {_has_part("g.key")}) LIMIT 1),
+    (SELECT o.task || ' ' || o.key || ', which may come to wait for the same events, has not begun'
+     FROM idempotency.saga_events e JOIN idempotency.outbox o ON (o.tenant, o.service) = (e.tenant, e.service)
+     WHERE e.id IN ({_EVENTS}) AND (o.task, o.key) <> (%(task)s, %(key)s) AND o.settled_at IS NULL AND o.created_at <= e.received_at
+       AND {_has_part("o.key")} AND NOT EXISTS (
+           SELECT FROM idempotency.records r WHERE (r.tenant, r.task, r.key) = (o.tenant, o.task, o.key)) LIMIT 1),
     (SELECT 'the webhook ' || id || ' has not been delivered' FROM idempotency.webhook_deliveries
      WHERE {_DELIVERIES} AND status = 'waiting' LIMIT 1)
 )

@@ -23,6 +23,8 @@ TABLES = {
     "saga_events": ({"id": "bigint"}, "service"),
     "records": ({"tenant": "text", "task": "text", "key": "text"}, "service"),
     "dead_letters": ({"id": "bigint"}, "consumer_service"),
+    "webhook_endpoints": ({"id": "text"}, "service"),
+    "webhook_deliveries": ({"id": "text"}, "service"),
     "lanes": ({"task": "text", "ordering_key": "text"}, "service"),
     "outbox": ({"id": "bigint"}, "service"),
     "sagas": ({"id": "uuid"}, "service"),
@@ -45,6 +47,15 @@ SELECT task FROM idempotency.records WHERE service = %(service)s
 UNION SELECT task FROM idempotency.outbox WHERE service = %(service)s
 UNION SELECT task FROM idempotency.sagas WHERE service = %(service)s
 UNION SELECT coalesce(task, header_task, '') FROM idempotency.dead_letters WHERE consumer_service = %(service)s
+"""
+
+# Events that have signalled while the saga which waits for them had the other name; a sweep signals again.
+_SIGNAL_AGAIN = """
+UPDATE idempotency.saga_events e SET signalled = false
+FROM idempotency.saga_steps s JOIN idempotency.sagas g ON g.id = s.saga_id
+WHERE g.service = %(service)s AND e.service = %(service)s AND g.status = 'RUNNING' AND s.kind = 'wait' AND s.state = 'begun'
+  AND (e.tenant, e.event_type, e.match) = (s.tenant, s.event_type, s.match)
+  AND (e.saga_id IS NULL OR e.saga_id = s.saga_id) AND e.signalled
 """
 
 _ALIVE = """
@@ -72,6 +83,11 @@ def has_answered(connection: Connection, service: str, *, silence: float) -> boo
     """Whether `service` has carried out a keyed request over HTTP within the last `silence` seconds."""
     answered: bool = connection.exec_driver_sql(_ANSWERED, {"service": service, "silence": silence}).scalar_one()
     return answered
+
+
+def signal_again(connection: Connection, service: str) -> None:
+    """Let the sagas of `service` be woken that wait for an event which is there, after a rename."""
+    connection.exec_driver_sql(_SIGNAL_AGAIN, {"service": service})
 
 
 def rename(

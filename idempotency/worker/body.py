@@ -14,7 +14,7 @@ from ..attempt import effects, steps
 from ..attempt.attempt import Attempt
 from ..attempt.conclusions import Undo
 from ..attempt.session import AttemptSession
-from ..errors import IdempotencyError
+from ..errors import IdempotencyError, PermanentError
 from ..handle import R_co
 from .calls import KeyedTask
 from .using import P
@@ -52,6 +52,10 @@ class RunningTask(KeyedTask[P, R_co], Generic[P, R_co]):
     def may_have_happened(self, name: str) -> bool:
         """Whether an earlier attempt has called this effect, and it has happened or may have."""
         return self._attempt.may_have_happened(name)
+
+    def refusal_of(self, name: str) -> PermanentError | None:
+        """What `effect` of this name will raise at once, because an earlier attempt was refused; not after a replay."""
+        return self._attempt.refusal_of(name)
 
     # one signature cannot have a function's parameters and an option (PEP 612)
     @overload

@@ -221,7 +221,19 @@ def test_an_admin_removes_people_and_only_the_tables_owner_adds_them(
         refused = run("operators", "add", "eve", token=token, status=1)
         assert "only the owner of the tables makes identities, an admin does not" in str(refused.exception)
     eve = json.loads(run("operators", "add", "eve", "--as-owner", "--json").stdout)["token"]
-    for same in ("eve", "Eve", "EVE ", "\uff45ve", "e\u034fve", "eve\ufe0f", "e\u200bve", "\u3164", "e\nve"):
+    for same in (
+        "eve",
+        "Eve",
+        "EVE ",
+        "\uff45ve",
+        "e\u034fve",
+        "eve\ufe0f",
+        "e\u200bve",
+        "eve\u2800",
+        "eve\U0001d159",
+        "\u3164",
+        "e\nve",
+    ):
         run("operators", "add", same, "--as-owner", status=1)
     assert [row["name"] for row in json.loads(run("operators", "list", "--json").stdout)] == ["ann", "eve"]
     assert ann not in run("operators", "list").stdout

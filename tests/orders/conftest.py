@@ -14,6 +14,7 @@ from sqlalchemy import create_engine, text
 import services
 from idempotency.store import roles
 from idempotency.store.rights import APPLICATION, RELAY
+from sandbox import process
 from tests.support.roles import PASSWORDS, url_of
 
 if TYPE_CHECKING:
@@ -27,6 +28,29 @@ def shop(servers: services.Services, template: str) -> Iterator[Shop]:
     from tests.orders.shop import Shop
 
     yield from a_shop(servers, template, Shop)
+
+
+@pytest.fixture(scope="module")
+def provider(tmp_path_factory: pytest.TempPathFactory) -> Iterator[process.Sandbox]:
+    with process.running("provider", tmp_path_factory.mktemp("provider")) as sandbox:
+        yield sandbox
+
+
+@pytest.fixture
+def gateway(shop: Shop, provider: process.Sandbox, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The provider's sandbox, and nothing in our books from other tests."""
+    from tasks import payments, reconciliation, refunds
+    from tasks.gateway import StripeGateway
+
+    shop.forget()
+    with shop.books.begin() as connection:
+        for table in ("ledger", "refunds", "support_cases", "payments"):
+            connection.execute(text(f"DELETE FROM {table}"))
+    gateway = StripeGateway("sk_test_sandbox", url=provider.url, search_lag=0.0)
+    for module in (payments, refunds, reconciliation):
+        monkeypatch.setattr(module, "gateway", gateway)
+    yield gateway
+    gateway.close()
 
 
 @pytest.fixture

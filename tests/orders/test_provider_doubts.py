@@ -1,5 +1,4 @@
 """What the poll, the reconciliation and a restore conclude from what the provider says."""
-# ruff: noqa: F811
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from idempotency.store.rights import RELAY
 from sandbox import ledger
 from sandbox.process import Sandbox
 from tests.orders.shop import Shop
-from tests.orders.test_reconciliation import found, gateway, paid, provider  # noqa: F401
+from tests.orders.test_reconciliation import found, paid
 from tests.orders.test_reports import posted, refund, report, settle
 from tests.orders.test_restore import configured
 from tests.support.sandbox import faults

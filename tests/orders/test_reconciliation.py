@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -12,35 +11,11 @@ import pytest
 from sqlalchemy import text
 
 from idempotency.store.rights import RELAY
-from sandbox import process
 from tests.orders.shop import Shop
 from tests.orders.test_reports import refund, report, settle
 
 NOW = datetime.now(UTC)
 SINCE, UNTIL = NOW - timedelta(days=1), NOW + timedelta(days=1)
-
-
-@pytest.fixture(scope="module")
-def provider(tmp_path_factory: pytest.TempPathFactory) -> Iterator[process.Sandbox]:
-    with process.running("provider", tmp_path_factory.mktemp("provider")) as sandbox:
-        yield sandbox
-
-
-@pytest.fixture
-def gateway(shop: Shop, provider: process.Sandbox, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """The provider's sandbox, and nothing in our books from other tests."""
-    from tasks import payments, reconciliation, refunds
-    from tasks.gateway import StripeGateway
-
-    shop.forget()
-    with shop.books.begin() as connection:
-        for table in ("ledger", "refunds", "support_cases", "payments"):
-            connection.execute(text(f"DELETE FROM {table}"))
-    gateway = StripeGateway("sk_test_sandbox", url=provider.url, search_lag=0.0)
-    for module in (payments, refunds, reconciliation):
-        monkeypatch.setattr(module, "gateway", gateway)
-    yield gateway
-    gateway.close()
 
 
 def found(shop: Shop) -> dict[str, tuple[str | None, str | None]]:

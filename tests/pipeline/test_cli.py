@@ -483,6 +483,8 @@ def test_an_application_that_is_not_there_names_what_names_one(run: Run) -> None
     [
         ("list", "--status", "lost"),
         ("list", "--limit", 0),
+        ("list", "--older-than", "1e300"),
+        ("saga", "list", "--older-than", "1e300"),
         ("release", "a"),
         ("effects", "resolve", "a", "call", "--reason", "r"),
         ("effects", "resolve", "a", "call", "--reason", "r", "--happened", "{}", "--not-happened"),
@@ -555,3 +557,6 @@ def test_the_console_script_keeps_stdout_for_the_document(environment: dict[str,
     refused = start("show", "nothing", "--json")
     assert (refused.returncode, refused.stdout) == (1, "")
     assert refused.stderr == "idempotency: key 'nothing': no operation has it\n"
+    refused = start("cancel", "caf\udce9", "--reason", "r")  # a byte that is not UTF-8
+    assert (refused.returncode, refused.stdout) == (1, "")
+    assert refused.stderr == "idempotency: an argument, or a variable of the environment, is not UTF-8\n"

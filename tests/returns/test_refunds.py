@@ -12,7 +12,7 @@ from sqlalchemy import Engine, create_engine, make_url, text
 
 import services
 from demo.order_books import OrderBooks, Told, read_order_books
-from idempotency import Defer, EffectUnknown, Happened, OperationId
+from idempotency import Defer, EffectUnknown, Happened, OperationId, StoredRefusal
 from idempotency.application import runtime_of
 from idempotency.errors import ReplayRefused
 from idempotency.operate.change import read
@@ -22,12 +22,15 @@ from idempotency.store import sagas
 from idempotency.store.answers import error_text
 from sandbox import ledger
 from tests.orders.shop import Sent
+from tests.orders.test_report_doubts import of_refund
+from tests.orders.test_reports import settle
 from tests.returns.books import check_money, check_return
 from tests.returns.shop import Returns
 from tests.support.operators import ANN
 from tests.support.sandbox import faults
 
 pytestmark = pytest.mark.usefixtures("fresh")
+REFUND, PROCESS = "refunds.refund_payment", "returns.process_return"
 
 
 def given_back(shop: Returns, order: str, verdict: str = "APPROVED") -> str:
@@ -73,6 +76,52 @@ def unreachable(**_: Any) -> None:
 
 def silent(**_: Any) -> None:
     raise EffectUnknown("the provider cannot say")
+
+
+def test_a_refund_by_hand_is_waited_for_once_the_returns_own_was_refused(shop: Returns) -> None:
+    order = shop.bought()
+    shop.provider.keeps.add(order)
+    return_id = shop.in_transit(order)
+    by_hand = requested_by_hand(shop, order, 1000)
+    shop.inspect(return_id, "APPROVED")
+    shop.run(REFUND)
+    shop.deliver(next(sent for sent in shop.waiting() if sent.row.task == REFUND and sent.row.key != by_hand.row.key))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shop.provider, "refund", unreachable, raising=False)
+        shop.deliver(by_hand)
+    shop.run(REFUND, PROCESS)
+    shop.deliver(next(sent for sent in shop.waiting() if sent.row.task == PROCESS))
+    assert shop.row(return_id).status == "INSPECTED"
+    shop.run()  # the one by hand is refused, too
+    row = shop.row(return_id)
+    assert (row.status, row.problem, shop.provider.net(order)) == ("ESCALATED", "refund_failed", 1000)
+    assert shop.cases(return_id) == {"refund_failed"}
+
+
+def test_refunds_at_the_site_are_waited_for_once_the_returns_own_was_refused(shop: Returns) -> None:
+    order = shop.bought()
+    charge = shop.one("SELECT charge_id FROM payments WHERE id = :id", id=order)[0]
+    return_id = shop.in_transit(order)
+    parts = [("re_a" + order, 600), ("re_b" + order, 400)]
+
+    def refuse(**_: Any) -> Any:
+        for there, amount in parts:
+            assert settle(shop, of_refund(order, None, charge, "pending", there, amount)) == ["waiting"]
+        raise StoredRefusal("the charge has been refunded", "charge_already_refunded")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shop.provider, "refund", refuse, raising=False)
+        shop.inspect(return_id, "APPROVED")
+        shop.run(REFUND)
+        shop.deliver(next(sent for sent in shop.waiting() if sent.row.task == REFUND))
+    shop.run(PROCESS)
+    shop.deliver(next(sent for sent in shop.waiting() if sent.row.task == PROCESS))
+    assert shop.row(return_id).status == "INSPECTED"
+    for there, amount in parts:
+        assert settle(shop, of_refund(order, None, charge, "failed", there, amount)) == ["applied"]
+    shop.run()
+    row = shop.row(return_id)
+    assert (row.status, row.problem, shop.cases(return_id)) == ("ESCALATED", "refund_failed", {"refund_failed"})
 
 
 @pytest.mark.parametrize("keeps", [True, False])

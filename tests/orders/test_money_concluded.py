@@ -1,0 +1,239 @@
+"""What is concluded of money when people and providers say different things, late, or twice."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from pydantic import SecretStr
+
+from idempotency import DidNotHappen, Happened, StillUnknown, StoredRefusal
+from idempotency.attempt import effects
+from tests.orders.shop import Shop
+from tests.orders.test_report_doubts import of_refund, posted_net, silent_refund
+from tests.orders.test_reports import operation, refund, report, settle
+from tests.orders.test_reserved import give_up, refunded, resolve, row_of
+from tests.orders.test_webhooks import NEW, SHARED
+
+LOST = StoredRefusal("refund was refused: lost_or_stolen_card", "lost_or_stolen_card")
+CASE = "SELECT code FROM support_cases WHERE payment_id = :id"
+
+
+@pytest.fixture(autouse=True)
+def _fresh(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+    import celeryconfig
+
+    shop.forget()
+    monkeypatch.setattr(celeryconfig.environment, "payment_webhook_secrets", SecretStr(SHARED))
+    monkeypatch.setattr(celeryconfig.environment, "stripe_webhook_secrets", SecretStr(NEW))
+
+
+def test_a_refund_that_has_come_back_is_not_made_again_by_a_replay(shop: Shop) -> None:
+    """Another refund has to be requested: this one is posted, and its reversal, too."""
+    order, charge, refund_id, there = silent_refund(shop)
+    settle(shop, of_refund(order, refund_id, charge, "succeeded", there))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shop.provider, "find_refund", lambda **_: DidNotHappen(LOST))
+        shop.run()
+    assert (operation(shop, refund_id).status, row_of(shop, refund_id)[0]) == ("failed", "reversed")
+    shop.replay(refund_id)
+    shop.run()
+    ended = operation(shop, refund_id)
+    assert (ended.status, ended.error_code) == ("failed", "refund_reversed")
+    letters = "SELECT count(*) FROM idempotency.dead_letters WHERE key = :id AND status = 'open'"
+    assert shop.one(letters, id=refund_id)[0] == 1
+    assert (row_of(shop, refund_id)[0], posted_net(shop, order)) == ("reversed", 1000)
+    again = refund(shop, order)
+    shop.run()
+    assert (row_of(shop, again)[0], posted_net(shop, order)) == ("refunded", 600)
+
+
+def test_a_refund_of_stripe_may_have_no_status_yet() -> None:
+    """It is nullable (docs.stripe.com/api/refunds/object)."""
+    from tasks.reports import of_stripe
+
+    thing = {"id": "re_n", "object": "refund", "status": None, "amount": 3, "currency": "eur", "payment_intent": "pi_x"}
+    event = {"id": "evt_n", "type": "refund.updated", "created": 1_772_366_400, "data": {"object": thing}}
+    read = of_stripe(json.dumps(event).encode())
+    assert read is not None
+    assert read.state == "pending"
+
+
+def test_a_refund_that_is_written_down_as_the_sites_is_not_posted_again_by_a_persons_word(shop: Shop) -> None:
+    """A person ends it as not made; it is reported without our names; then the person corrects that it was made."""
+    order, charge, refund_id, there = silent_refund(shop)
+    give_up(shop, refund_id)
+    resolve(shop, refund_id, DidNotHappen(), end=True)
+    bare = replace(of_refund(order, None, charge, "succeeded", there), payment_id=None)
+    assert settle(shop, bare) == ["applied"]
+    shop.run()
+    assert (refunded(shop, order), posted_net(shop, order), shop.provider.net(order)) == (400, 600, 600)
+    made = Happened({"id": there, "amount": 400, "currency": "EUR", "status": "succeeded"})
+    resolve(shop, refund_id, made)
+    shop.replay(refund_id)
+    shop.run()
+    assert row_of(shop, refund_id)[0] == "unknown"
+    assert "is the refund" in shop.one("SELECT error FROM idempotency.records WHERE key = :id", id=refund_id)[0]
+    assert (posted_net(shop, order), shop.provider.net(order)) == (600, 600)
+    assert len(shop.events("payment.refunded", order)) == 1
+
+
+class Died(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_a_refund_that_is_found_to_have_failed_is_reversed(shop: Shop, dies: bool) -> None:
+    """`dies`: between the answer, which is recorded, and the end."""
+    order, charge, refund_id, there = silent_refund(shop)
+    assert settle(shop, of_refund(order, refund_id, charge, "succeeded", there)) == ["applied"]
+    real = effects.ask
+    deaths: list[int] = []
+
+    def ask(*args: Any, **kwargs: Any) -> Any:
+        answer = real(*args, **kwargs)
+        if dies and not deaths:
+            deaths.append(1)
+            raise Died
+        return answer
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shop.provider, "find_refund", lambda **_: DidNotHappen(LOST))
+        patch.setattr(effects, "ask", ask)
+        try:
+            shop.run()
+        except Died:
+            shop.deliver(next(each for each in shop._to_be_delivered() if each.row.key == refund_id))
+        shop.run()
+    ended = operation(shop, refund_id)
+    assert bool(deaths) is dies
+    assert (ended.status, ended.error_code) == ("failed", "lost_or_stolen_card")
+    assert (row_of(shop, refund_id)[0], refunded(shop, order), posted_net(shop, order)) == ("reversed", 0, 1000)
+
+
+@pytest.mark.parametrize("names_payment_first", [False, True])
+def test_a_report_that_names_our_refund_counts_after_one_that_did_not(shop: Shop, names_payment_first: bool) -> None:
+    """`payment_id` and `refund_id` are optional. The provider cannot be asked, so the report is all that there is."""
+    from tasks.gateway import GatewayError
+
+    order, charge, refund_id, there = silent_refund(shop)
+    bare = of_refund(order, None, charge, "succeeded", there)
+    if not names_payment_first:
+        bare = replace(bare, payment_id=None)
+    assert settle(shop, bare) == ["waiting"]
+    named = settle(shop, of_refund(order, refund_id, charge, "succeeded", there))
+
+    def lost(**_: Any) -> Any:
+        raise GatewayError("no answer")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shop.provider, "refund", lost, raising=False)
+        patch.setattr(shop.provider, "find_refund", lambda **_: StillUnknown())
+        shop.run()
+    ended = operation(shop, refund_id)
+    assert shop.provider.net(order) == 600
+    assert (named, ended.status) == (["applied"], "completed")
+    assert (row_of(shop, refund_id)[0], posted_net(shop, order)) == ("refunded", 600)
+
+
+def test_a_cancelled_orders_refund_in_doubt_that_is_reported_as_made_is_no_case_any_more(shop: Shop) -> None:
+    order = shop.order()
+    shop.run("order.paid > warehouse")
+    charge = shop.one("SELECT charge_id FROM payments WHERE id = :id", id=order)[0]
+    shop.cancel(order)
+    shop.run("refunds.refund_payment")
+    refund_id = shop.one("SELECT id FROM refunds WHERE payment_id = :id", id=order)[0]
+    shop.provider.silent.add(refund_id)
+    there = f"id_{len(shop.provider._done)}"
+    shop.deliver(next(sent for sent in shop.waiting() if sent.row.key == refund_id))
+    give_up(shop, refund_id)
+    shop.run()
+    assert shop.one(CASE, id=order)[0] == "refund_failed"
+    assert settle(shop, of_refund(order, refund_id, charge, "succeeded", there, 1000)) == ["applied"]
+    shop.run()
+    assert (row_of(shop, refund_id), posted_net(shop, order)) == (("refunded", None), 0)
+    assert shop.one(CASE, id=order)[0] == "recovered"
+
+
+def test_a_case_of_a_failed_payment_ends_when_its_call_succeeds(shop: Shop) -> None:
+    """A failure without a key is reported and told to support while the call is under way, which then charges."""
+    order = shop.order()
+    real = type(shop.provider).capture
+    told: list[int] = []
+
+    def capture(**call: Any) -> Any:
+        if call["payment_id"] == order and not told:
+            told.append(1)
+            assert settle(shop, report("pi_other" + order, "failed", order, code="card_declined")) == ["applied"]
+            for sent in [each for each in shop.waiting() if "support" in each.what]:
+                shop.deliver(sent)
+        return real(shop.provider, **call)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shop.provider, "capture", capture, raising=False)
+        shop.run()
+    payment = shop.one("SELECT status, failure FROM payments WHERE id = :id", id=order)
+    assert (tuple(payment), told) == (("captured", None), [1])
+    assert len(shop.events("payment.recovered", order)) == 1
+    assert shop.one(CASE, id=order)[0] == "recovered"
+
+
+def test_a_charge_whose_report_has_two_ids_is_known_when_it_is_asked_for(shop: Shop) -> None:
+    """`id` and `charge_id` of a charge may differ."""
+    from tasks.reported import reported_charge
+
+    order = shop.order()
+    shop.run("capture_payment")
+    about = {"charge_id": "ch" + order, "gateway": "payment"}
+    assert settle(shop, report("evt-object" + order, "succeeded", order, **about)) == ["applied"]
+    assert shop.one("SELECT charge_id FROM payments WHERE id = :id", id=order)[0] == "ch" + order
+    assert reported_charge(order, "idem-1", tenant="default") == "ch" + order
+
+
+def test_a_refund_that_was_found_to_have_failed_is_not_made_by_a_late_report(shop: Shop) -> None:
+    """Its answer was lost; asked, the provider says that it has failed; then the older report 'succeeded' comes."""
+    order, charge, refund_id, there = silent_refund(shop)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shop.provider, "find_refund", lambda **_: DidNotHappen(LOST))
+        shop.run()
+    assert tuple(operation(shop, refund_id))[:2] == ("failed", "lost_or_stolen_card")
+    assert row_of(shop, refund_id) == ("refused", "lost_or_stolen_card")
+    assert settle(shop, of_refund(order, refund_id, charge, "succeeded", there)) == ["applied"]
+    shop.run()
+    assert row_of(shop, refund_id) == ("reversed", "lost_or_stolen_card")
+    assert shop.events("payment.refunded", order) == []
+    assert (posted_net(shop, order), shop.one(CASE, id=order)[0]) == (1000, "refund_failed")
+    again = refund(shop, order, 1000)
+    shop.run()
+    assert row_of(shop, again)[0] == "refunded"
+
+
+def test_an_order_whose_refund_has_come_back_is_not_undone(shop: Shop) -> None:
+    order = shop.order()
+    shop.run("order.paid > warehouse")
+    shop.cancel(order)
+    shop.run()
+    assert posted_net(shop, order) == 0
+    row = shop.one("SELECT id, provider_refund_id AS there FROM refunds WHERE payment_id = :id", id=order)
+    charge = shop.one("SELECT charge_id FROM payments WHERE id = :id", id=order)[0]
+    assert settle(shop, of_refund(order, row.id, charge, "failed", row.there, 1000)) == ["applied"]
+    shop.run()
+    assert posted_net(shop, order) == 1000
+    assert shop.observed(order).status == "COMPENSATING"
+    refund(shop, order, 1000)
+    shop.run()
+    assert (posted_net(shop, order), shop.observed(order).status) == (0, "FAILED")
+
+
+def test_a_refund_requested_before_the_charge_begins_waits_for_it(shop: Shop) -> None:
+    order = shop.order()
+    shop.run("charge_order")
+    assert shop.one("SELECT status FROM payments WHERE id = :id", id=order)[0] == "PAYMENT_INITIATED"
+    refund_id = refund(shop, order)
+    shop.deliver(next(sent for sent in shop.waiting() if sent.row.key == refund_id))
+    assert operation(shop, refund_id).status == "released"
+    shop.run()
+    assert shop.one("SELECT status FROM payments WHERE id = :id", id=order)[0] == "captured"
+    assert (operation(shop, refund_id).status, row_of(shop, refund_id)[0]) == ("completed", "refunded")

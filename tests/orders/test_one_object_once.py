@@ -1,0 +1,161 @@
+"""What a person says, and what was made at the provider's site: one object at the provider is in our books once."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+from uuid import uuid4
+
+import pytest
+from sqlalchemy import text
+
+from idempotency import Happened, OperationId
+from idempotency.application import runtime_of, settings_of
+from idempotency.errors import InvalidResult
+from idempotency.operate.cancel import cancel
+from idempotency.operate.change import read
+from idempotency.operate.resolve import resolve_effect
+from idempotency.store.rights import RELAY
+from tests.orders.shop import Shop
+from tests.orders.test_provider_doubts import pay
+from tests.orders.test_reconciliation import found, paid
+from tests.orders.test_report_doubts import posted_net
+from tests.orders.test_reports import refund, report, settle
+from tests.orders.test_reserved import give_up, resolve, row_of
+from tests.support.operators import ANN
+
+
+def test_a_refund_at_the_site_of_any_tenant_is_no_difference(shop: Shop, gateway: Any) -> None:
+    order = shop.order(tenant="t1")
+    shop.run()
+    charge = shop.one("SELECT charge_id FROM payments WHERE id = :id", id=order)[0]
+    made = gateway._connection().client.v1.refunds.create({"payment_intent": charge, "amount": 300})
+    seen = gateway.charge(charge)
+    assert (seen.tenant, seen.name) == ("t1", order)
+    site = report(made.id, "succeeded", order, object="refund", charge_id=charge, amount=300, tenant="t1")
+    assert settle(shop, site) == ["applied"]
+    assert posted_net(shop, order) == 700
+    assert made.id not in found(shop)
+
+
+def in_doubt(shop: Shop, gateway: Any, order: str, amount: int = 400) -> str:
+    """A refund whose call was not answered, and which a person has given up."""
+    from tasks.gateway import GatewayError
+
+    refund_id = refund(shop, order, amount)
+
+    def unanswered(**_: Any) -> Any:
+        raise GatewayError("no answer")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gateway, "refund", unanswered, raising=False)
+        shop.deliver(shop.waiting()[0])
+    give_up(shop, refund_id)
+    return refund_id
+
+
+def test_one_refund_is_not_posted_as_two_by_a_persons_word(shop: Shop, gateway: Any) -> None:
+    """Two partial refunds of one amount; the provider has made one. A person takes its id for both."""
+    from tasks import ledger
+
+    order, _ = paid(shop)
+    one = refund(shop, order)
+    shop.run()
+    made = shop.one("SELECT provider_refund_id FROM refunds WHERE id = :id", id=one)[0]
+    other = in_doubt(shop, gateway, order)
+    resolve(shop, other, Happened({"id": made, "amount": 400, "currency": "EUR", "status": "succeeded"}))
+    shop.replay(other)
+    shop.run()
+    assert (row_of(shop, other)[0], posted_net(shop, order)) == ("unknown", 600)
+    with shop.transaction() as session:  # as code before this did
+        session.execute(
+            text("UPDATE refunds SET status = 'refunded', provider_refund_id = :there WHERE id = :id"),
+            {"id": other, "there": made},
+        )
+        ledger.post(session, "refund", other, order, 400, "EUR", tenant="default")
+    said = " + ".join(f"400 EUR of {name}" for name in sorted((one, other)))
+    assert found(shop)[made] == ("400 EUR", said)
+
+
+def test_one_charge_is_not_posted_for_two_payments_by_a_persons_word(shop: Shop, gateway: Any) -> None:
+    from tasks.gateway import GatewayError
+
+    one, other = pay(shop), pay(shop)
+
+    def unanswered(**call: Any) -> Any:
+        raise GatewayError("no answer")
+
+    shop.deliver(shop.waiting()[0])
+    charge = shop.one("SELECT charge_id FROM payments WHERE id = :id", id=one)[0]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gateway, "capture", unanswered, raising=False)
+        (mine,) = [sent for sent in shop.waiting() if sent.row.key == other]
+        shop.deliver(mine)
+    with shop.operating():
+
+        def seen() -> Any:
+            with runtime_of(shop.app).autocommit() as connection:
+                return read(
+                    connection, OperationId("default", "payments.capture_payment", other), settings_of(shop.app).service
+                )
+
+        cancel(shop.app, seen(), ANN, may_have_happened=True)
+        result = {"id": charge, "amount": 1000, "currency": "EUR", "status": "succeeded"}
+        resolve_effect(shop.app, seen(), "capture", Happened(result), ANN)
+    shop.replay(other)
+    shop.run()
+    assert shop.one("SELECT status FROM payments WHERE id = :id", id=other)[0] == "unknown"
+    assert posted_net(shop, one) == 1000
+    assert charge not in found(shop)
+
+
+@pytest.mark.parametrize("is_reported", [True, False])
+def test_a_refund_that_a_person_has_made_at_the_site_and_resolved_is_no_difference(
+    shop: Shop, gateway: Any, is_reported: bool
+) -> None:
+    order, charge = paid(shop)
+    refund_id = in_doubt(shop, gateway, order)
+    made = gateway._connection().client.v1.refunds.create({"payment_intent": charge, "amount": 400})
+    if is_reported:
+        assert settle(shop, report(made.id, "succeeded", order, object="refund", charge_id=charge, amount=400)) == [
+            "waiting"
+        ]
+    resolve(shop, refund_id, Happened({"id": made.id, "amount": 400, "currency": "EUR", "status": "succeeded"}))
+    shop.replay(refund_id)
+    shop.run()
+    assert (row_of(shop, refund_id)[0], posted_net(shop, order)) == ("refunded", 600)
+    assert made.id not in found(shop)
+
+
+@pytest.mark.parametrize("id", ["", "re_ü", "re 1", "x" * 256])
+def test_what_cannot_be_an_id_is_not_taken_from_a_person(shop: Shop, gateway: Any, id: str) -> None:
+    order, _ = paid(shop)
+    refund_id = in_doubt(shop, gateway, order)
+    with pytest.raises(InvalidResult, match="id: "):
+        resolve(shop, refund_id, Happened({"id": id, "amount": 400, "currency": "EUR", "status": "succeeded"}))
+
+
+def test_an_odd_id_in_our_books_does_not_stop_the_reconciliation(
+    shop: Shop, gateway: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before people's answers were checked, one may have typed it."""
+    from tasks import maintenance, reconciliation
+
+    order, _ = paid(shop)
+    refund_id = refund(shop, order)
+    shop.run()
+    with shop.books.begin() as connection:  # three weeks ago
+        connection.execute(
+            text("""UPDATE refunds SET created_at = created_at - interval '20 days', provider_refund_id = 're_ü'
+                    WHERE id = :id"""),
+            {"id": refund_id},
+        )
+    about = {"customer_id": "c1", "amount": 700, "currency": "EUR"}
+    lost = gateway.capture(payment_id=f"lost-{uuid4().hex}", **about, idempotency_key=uuid4().hex)["id"]
+    monkeypatch.setattr(reconciliation, "SETTLED_AFTER", timedelta(seconds=-5))
+    with shop.operating(RELAY):
+        maintenance.reconcile_provider()
+    shop.run()
+    letters = "SELECT count(*) FROM idempotency.dead_letters WHERE reason = 'ledger_differs' AND last_error LIKE :said"
+    assert shop.one(letters, said=f"%charge {lost} %")[0] == 1
+    assert shop.one(letters, said="%the provider has nothing, the ledger 400 EUR%")[0] == 1
