@@ -36,12 +36,12 @@ def rename_service(app: Celery, old: str, new: str, change: Change) -> dict[str,
                     "stop its web servers, and wait as long"
                 )
             rows, after = renaming.rename(connection, tables[0], old, new, after=after)
+            if after is None and len(tables) == 1:
+                renaming.signal_again(connection, new)
             if rows:
                 details = {"old": old, "new": new, "table": tables[0], "rows": rows}
                 audit(connection, change, "rename_service", None, None, details=details)
         renamed[tables[0]] += rows
         if after is None:
             tables.pop(0)
-    with runtime.engine.begin() as connection:
-        renaming.signal_again(connection, new)
     return renamed
