@@ -8,6 +8,7 @@ from celery import Celery
 
 from ..application import runtime_of
 from ..errors import ChangeRefused
+from ..sagas.task import SagaTask
 from ..store import erasure, operations
 from ..wire.keys import OperationId
 from .change import Change, audit, called, read, repeated
@@ -22,6 +23,7 @@ def erase(app: Celery, id: OperationId, change: Change) -> list[OperationId]:
     `OperationNotFound`, `NotAuthenticated`, and `ChangeRefused` for what has not ended, and while a letter, an effect, a message or
     a saga still needs its data.
     """
+    app.loader.import_default_modules()  # its sagas
     runtime = runtime_of(app)
     with runtime.engine.begin() as connection:
         if repeated(connection, change, "erase", id) is not None:
@@ -33,8 +35,9 @@ def erase(app: Celery, id: OperationId, change: Change) -> list[OperationId]:
         rows = {each: operations.read_locked(connection, each) for each in ids}
         if rows[id] is None:
             raise ChangeRefused(f"{called(id)}: has not begun; only what has ended is erased")
+        sagas = [name for name, task in app.tasks.items() if isinstance(task, SagaTask)]
         for each in ids:
-            if (why := erasure.obstacle(connection, each)) is not None:
+            if (why := erasure.obstacle(connection, each, sagas)) is not None:
                 raise ChangeRefused(f"{called(each)}: {why}")
         erasure.erase(connection, ids)
         for each in ids:

@@ -45,21 +45,30 @@ _LETTERS = f"""({ROW} OR tenant = %(tenant)s AND task IS NULL AND header_task = 
 _DELIVERIES = """tenant = %(tenant)s AND (
     task = %(task)s AND id = split_part(%(key)s, ':', 1)
     OR id = 'msg_' || left(encode(sha256(pg_catalog.convert_to(%(key)s || ':' || endpoint_id, 'UTF8')), 'hex'), 32))"""
-# What an event is matched by.
-_VALUE = "regexp_replace(e.match, '^[^=]*=', '')"
-# The events that its saga has waited for, or was given by a person; and those about its entity or under its key, for which it may
-# not have come to wait.
+# The events that its saga has waited for, or was given by a person.
 _EVENTS = f"""
 SELECT e.id FROM idempotency.sagas g JOIN idempotency.saga_events e ON (e.tenant, e.service) = (g.tenant, g.service)
-WHERE g.id = ({_OF_SAGA}) AND (e.saga_id = g.id OR e.saga_id IS NULL AND ({_VALUE} IN (g.key, g.entity_id) OR EXISTS (
+WHERE g.id = ({_OF_SAGA}) AND (e.saga_id = g.id OR e.saga_id IS NULL AND EXISTS (
     SELECT FROM idempotency.saga_steps s
-    WHERE s.saga_id = g.id AND s.kind = 'wait' AND (s.event_type, s.match) = (e.event_type, e.match))))
+    WHERE s.saga_id = g.id AND s.kind = 'wait' AND (s.event_type, s.match) = (e.event_type, e.match)))
+"""
+# Sagas that may come to a wait: they run, have not begun, or go on if a person replays their letter.
+_COMING = """
+SELECT tenant, task, key FROM idempotency.sagas WHERE NOT observed AND status = 'RUNNING' AND tenant = %(tenant)s
+UNION SELECT tenant, task, key FROM idempotency.records
+WHERE task = ANY(%(sagas)s::text[]) AND status IN ('started', 'released') AND tenant = %(tenant)s
+UNION SELECT tenant, task, key FROM idempotency.outbox o
+WHERE task = ANY(%(sagas)s::text[]) AND settled_at IS NULL AND tenant = %(tenant)s AND NOT EXISTS (
+    SELECT FROM idempotency.records r
+    WHERE (r.tenant, r.task, r.key) = (o.tenant, o.task, o.key) AND r.status IN ('completed', 'failed'))
+UNION SELECT tenant, coalesce(task, header_task), key FROM idempotency.dead_letters
+WHERE coalesce(task, header_task) = ANY(%(sagas)s::text[]) AND status = 'open' AND tenant = %(tenant)s
 """
 
 
-def _has_part(key: str) -> str:
-    """Whether a key is what an event is matched by, or has that between anything but letters and digits."""
-    escaped = f"regexp_replace({_VALUE}, '([^[:alnum:]])', '\\\\\\1', 'g')"
+def _has_part(key: str, value: str) -> str:
+    """Whether a key is this value, or has it between anything but letters and digits."""
+    escaped = f"regexp_replace({value}, '([^[:alnum:]])', '\\\\\\1', 'g')"
     return f"{key} ~ ('(^|[^[:alnum:]])' || {escaped} || '([^[:alnum:]]|$)')"
 
 
@@ -93,19 +102,13 @@ SELECT coalesce(
      FROM idempotency.saga_events e JOIN idempotency.saga_steps s USING (tenant, event_type, match)
      JOIN idempotency.sagas g ON g.id = s.saga_id
      WHERE e.id IN ({_EVENTS}) AND NOT g.observed AND g.status = 'RUNNING' LIMIT 1),
-    (SELECT 'the saga ' || g.task || ' ' || g.key || ', which may come to wait for the same events, has not ended'
+    (SELECT 'the saga ' || c.task || ' ' || c.key || ', which may come to wait for the same events, has not ended'
      FROM idempotency.saga_events e
-     JOIN idempotency.sagas g ON (g.tenant, g.service, g.observed) = (e.tenant, e.service, false)
-     WHERE e.id IN ({_EVENTS}) AND (g.task, g.key) <> (%(task)s, %(key)s) AND g.accepted_at <= e.received_at
-       AND (g.status = 'RUNNING' OR g.status IN ('COMPLETED', 'FAILED') AND EXISTS (  -- replayed, and has not begun anew
-           SELECT FROM idempotency.records r
-           WHERE (r.tenant, r.task, r.key) = (g.tenant, g.task, g.key) AND r.status IN ('started', 'released')))
-       AND (g.entity_id = {_VALUE} OR {_has_part("g.key")}) LIMIT 1),
-    (SELECT o.task || ' ' || o.key || ', which may come to wait for the same events, has not begun'
-     FROM idempotency.saga_events e JOIN idempotency.outbox o ON (o.tenant, o.service) = (e.tenant, e.service)
-     WHERE e.id IN ({_EVENTS}) AND (o.task, o.key) <> (%(task)s, %(key)s) AND o.settled_at IS NULL AND o.created_at <= e.received_at
-       AND {_has_part("o.key")} AND NOT EXISTS (
-           SELECT FROM idempotency.records r WHERE (r.tenant, r.task, r.key) = (o.tenant, o.task, o.key)) LIMIT 1),
+     CROSS JOIN LATERAL (SELECT regexp_replace(e.match, '^[^=]*=', '') AS value) matched
+     JOIN ({_COMING}) c ON (c.task, c.key) <> (%(task)s, %(key)s)
+     LEFT JOIN idempotency.sagas g ON (g.tenant, g.task, g.key, g.observed) = (c.tenant, c.task, c.key, false)
+     WHERE e.id IN ({_EVENTS}) AND (g.status <> 'COMPENSATING' AND g.accepted_at <= e.received_at) IS NOT FALSE
+       AND (g.entity_id = matched.value OR {_has_part("c.key", "matched.value")}) LIMIT 1),
     (SELECT 'the webhook ' || id || ' has not been delivered' FROM idempotency.webhook_deliveries
      WHERE {_DELIVERIES} AND status = 'waiting' LIMIT 1)
 )
@@ -179,9 +182,9 @@ def lock(connection: Connection, ids: Sequence[OperationId]) -> None:
         connection.exec_driver_sql(_LOCK_LETTERS, named(id))
 
 
-def obstacle(connection: Connection, id: OperationId) -> str | None:
-    """Why an operation cannot be erased now; None: it can."""
-    why: str | None = connection.exec_driver_sql(_OBSTACLE, named(id)).scalar_one()
+def obstacle(connection: Connection, id: OperationId, sagas: Sequence[str]) -> str | None:
+    """Why an operation cannot be erased now; None: it can. `sagas`: the names of the application's sagas."""
+    why: str | None = connection.exec_driver_sql(_OBSTACLE, named(id) | {"sagas": list(sagas)}).scalar_one()
     return why
 
 

@@ -20,7 +20,6 @@ from idempotency.sagas import saga
 from idempotency.wire.keys import OperationId
 from tests.sagas.application import enter
 from tests.sagas.conftest import Stage
-from tests.support.dump import holding
 from tests.support.operators import ANN, act
 
 CANARY = "canary-7f3a"
@@ -108,54 +107,86 @@ def test_the_event_of_a_saga_that_is_replayed_is_kept(stage: Stage) -> None:
     erase(stage.app, OperationId("default", "first", "r1"), ANN)
 
 
-def test_events_for_a_saga_that_it_did_not_come_to_are_erased(stage: Stage) -> None:
+def test_the_event_of_a_saga_whose_letter_is_open_is_kept(stage: Stage) -> None:
+    fails = [True]
+
     @saga("second", key="{id}", entity="id", events={"picked": "{id}"}, app=stage.app)
     def second(saga: Any, id: str) -> Any:
-        saga.sleep(60)
-        if id == "r1":
-            return "not needed"
-        return saga.wait_for("picked", match=id, timeout=timedelta(days=5))
+        if fails:
+            raise PermanentError("no", "no")
+        if saga.wait_for("picked", match=id, timeout=timedelta(days=5)) is None:
+            raise PermanentError("never picked", "not_picked")
+        saga.step("pay", enter, "paid")
 
-    handle = stage.enqueue(second, "r1")
+    one, two = finished_first(stage), stage.enqueue(second, "r1")
     stage.run()
-    stage.publish("picked", {"id": "r1", "name": CANARY})
-    stage.pass_time(70)
+    fails.clear()
+    stage.publish("picked", {"id": "r1"})
     stage.run()
-    assert handle.status() == "completed"
-    erase(stage.app, OperationId("default", "second", "r1"), ANN)
-    assert holding(stage.engine, CANARY) == set()
-
-
-def test_the_second_event_of_a_saga_that_ended_at_its_first_wait_is_erased(stage: Stage) -> None:
-    @saga("returning", key="{id}", entity="id", events={"collected": "{id}", "inspected": "{id}"}, app=stage.app)
-    def returning(saga: Any, id: str) -> Any:
-        if saga.wait_for("collected", match=id, timeout=timedelta(days=5)) is None:
-            raise PermanentError("not collected", "not_collected")
-        saga.wait_for("inspected", match=id, timeout=timedelta(days=14))
-
-    handle = stage.enqueue(returning, "r1")
+    assert (one.status(), two.status()) == ("completed", "failed")
+    with pytest.raises(ChangeRefused, match="may come to wait for the same events"):
+        erase(stage.app, OperationId("default", "first", "r1"), ANN)
+    stage.replay("second")
     stage.run()
-    stage.publish("inspected", {"id": "r1", "name": CANARY})
-    stage.pass_time(6 * 86400)
-    stage.run()
-    assert handle.status() == "failed"
-    act(stage.app, discard.request, Person("ann", "operator"), 1, "over")
-    act(stage.app, discard.approve, Person("ben", "admin"), 1)
-    erase(stage.app, OperationId("default", "returning", "r1"), ANN)
-    assert holding(stage.engine, CANARY) == set()
+    assert (two.status(), stage.accounts()) == ("completed", ["paid"])
 
 
-def test_a_late_event_is_erased_by_another_call(stage: Stage) -> None:
+def test_the_event_of_a_saga_whose_message_died_is_kept(stage: Stage) -> None:
+    @saga("second", key="{id}", entity="id", events={"picked": "{id}"}, app=stage.app)
+    def second(saga: Any, id: str) -> Any:
+        if saga.wait_for("picked", match=id, timeout=timedelta(days=5)) is None:
+            raise PermanentError("never picked", "not_picked")
+        saga.step("pay", enter, "paid")
+
     one = finished_first(stage)
     stage.run()
+    two = stage.enqueue(second, "r1")
+    stage.message_dies("second")
     stage.publish("picked", {"id": "r1"})
     stage.run()
     assert one.status() == "completed"
-    id = OperationId("default", "first", "r1")
-    erase(stage.app, id, ANN)
-    stage.publish("picked", {"id": "r1", "name": CANARY})  # the carrier repeats itself
-    erase(stage.app, id, ANN)
-    assert holding(stage.engine, CANARY) == set()
+    with pytest.raises(ChangeRefused, match="may come to wait for the same events"):
+        erase(stage.app, OperationId("default", "first", "r1"), ANN)
+    stage.replay("second")
+    stage.run()
+    assert (two.status(), stage.accounts()) == ("completed", ["paid"])
+
+
+def test_an_event_that_others_match_by_another_member_is_left(stage: Stage) -> None:
+    @saga("first", key="{id}", entity="customer", events={"picked": "{id}"}, app=stage.app)
+    def first(saga: Any, id: str, customer: str) -> Any:
+        return "done"
+
+    @saga("second", key="{id}", entity="id", events={"paid": "{customer}"}, app=stage.app)
+    def second(saga: Any, id: str, customer: str) -> Any:
+        saga.sleep(3600)
+        if saga.wait_for("paid", match=customer, timeout=timedelta(days=5)) is None:
+            raise PermanentError("never paid", "not_paid")
+        saga.step("pay", enter, "paid")
+
+    one, two = stage.enqueue(first, "r1", "c1"), stage.enqueue(second, "o1", "c1")
+    stage.run()
+    stage.publish("paid", {"customer": "c1"})
+    stage.run()
+    assert (one.status(), two.status()) == ("completed", "released")
+    erase(stage.app, OperationId("default", "first", "r1"), ANN)
+    stage.pass_time(3700)
+    stage.run()
+    assert (two.status(), stage.accounts()) == ("completed", ["paid"])
+
+
+def test_a_plain_task_that_has_not_begun_is_not_in_the_way(stage: Stage) -> None:
+    @stage.app.task(base=IdempotentTask, bind=True, name="remind", key="{id}", shared=False)
+    def remind(self: IdempotentTask, id: str) -> None: ...
+
+    one = finished_first(stage)
+    stage.run()
+    stage.enqueue(remind, "r1")
+    stage.hold("remind")
+    stage.publish("picked", {"id": "r1"})
+    stage.run()
+    assert one.status() == "completed"
+    erase(stage.app, OperationId("default", "first", "r1"), ANN)
 
 
 def test_an_answer_about_an_erased_operation_is_not_corrected(stage: Stage) -> None:

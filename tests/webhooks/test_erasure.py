@@ -73,8 +73,8 @@ def test_a_webhook_redelivered_as_it_is_erased_is_refused_and_nothing_empty_is_p
         target=lambda: refused.set_result(error_of(lambda: operate.redeliver(shop, ANN, delivery.id)))
     )
 
-    def then_redelivered(connection: Any, id: OperationId) -> Any:
-        found = real(connection, id)
+    def then_redelivered(connection: Any, id: OperationId, sagas: Any) -> Any:
+        found = real(connection, id, sagas)
         if redelivering.ident is None:
             redelivering.start()
             redelivering.join(1)
