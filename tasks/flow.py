@@ -51,7 +51,7 @@ PLACEMENT: dict[str, Event] = {
     # undoing it
     "order.cancelled": Event(("orders",), ("payments.cancel_payment", "warehouse.release_stock", POST, WATCH)),
     "stock.released": Event(("warehouse",), (WATCH,)),
-    "payment.refunded": Event(("refunds",), ("notifications.send_notification", "support.open_case", POST, WATCH)),
+    "payment.refunded": Event(("refunds",), ("notifications.send_notification", "support.look_again", POST, WATCH)),
     # payments in doubt
     "payment.unknown": Event(("payments",), ("support.open_case", WATCH)),
     "payment.recovered": Event(("payments",), ("support.open_case", WATCH)),

@@ -48,7 +48,7 @@ class Result(TypedDict):
     """The result of a capture or a refund."""
 
     # the provider's; a person may have typed it
-    id: Annotated[str, Field(pattern=r"^[\x21-\x7e]{1,255}$")]
+    id: Annotated[str, Field(pattern=r"^[^\s\x00-\x1f\x7f]([^\x00-\x1f\x7f]{0,253}[^\s\x00-\x1f\x7f])?$")]
     amount: int
     currency: str
     status: str
@@ -66,6 +66,14 @@ class Moved(NamedTuple):
     currency: str
     tenant: str
     name: str | None
+
+
+class FailedAfterwards(StoredRefusal):
+    """The provider has accepted a charge or a refund, and this object of its, `id`, has failed afterwards."""
+
+    def __init__(self, message: str, code: str | None = None, id: str = "") -> None:
+        super().__init__(message, code)
+        self.id = id
 
 
 Outcome = Happened | DidNotHappen | StillUnknown
@@ -511,12 +519,12 @@ def _moved(thing: dict[str, Any], charge_id: str, field: str) -> Moved:
     return Moved(thing["id"], charge_id, thing["amount"], thing["currency"].upper(), tenant, name)
 
 
-def _refusal(thing: dict[str, Any]) -> StoredRefusal:
+def _refusal(thing: dict[str, Any]) -> FailedAfterwards:
     """Why a charge or a refund has failed that was accepted first."""
     error = thing.get("last_payment_error") or {}
     code = error.get("code") or thing.get("failure_reason") or thing["status"]
     reason = error.get("decline_code") or code
-    return StoredRefusal(f"{thing['object']} was refused: {reason}", code)
+    return FailedAfterwards(f"{thing['object']} was refused: {reason}", code, thing["id"])
 
 
 def _completed(thing: dict[str, Any], done: frozenset[str], *, first_poll: float) -> dict[str, Any]:

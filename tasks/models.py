@@ -46,7 +46,13 @@ class Payment(Base):
         CheckConstraint("order_status IN ('placed', 'cancelled')", name="order_status_known"),
         UniqueConstraint("tenant", "order_id", name="payments_order_id"),
         Index("payments_of_charge", "tenant", "charge_id", postgresql_where=text("charge_id IS NOT NULL")),
-        Index("payments_at_provider", "charge_id", postgresql_where=text("charge_id IS NOT NULL")),
+        Index(
+            "payments_at_provider",
+            "gateway",
+            "charge_id",
+            unique=True,
+            postgresql_where=text("charge_id IS NOT NULL"),
+        ),
     )
 
     tenant: Mapped[Tenant]
@@ -55,6 +61,8 @@ class Payment(Base):
     amount: Mapped[int]
     currency: Mapped[str]
     status: Mapped[str] = mapped_column(default="pending")
+    # the provider that has charged it, and the charge's id there
+    gateway: Mapped[str] = mapped_column(server_default="stripe")
     charge_id: Mapped[str | None]
     # the sum of its refunds that were made, are in progress or in doubt
     refunded: Mapped[int] = mapped_column(default=0)
@@ -281,7 +289,13 @@ class Refund(Base):
             "(status IN ('refunded', 'reversed')) = (provider_refund_id IS NOT NULL)", name="refunded_has_an_id"
         ),
         Index("ix_refunds_payment_id", "tenant", "payment_id"),
-        Index("refunds_at_provider", "provider_refund_id", postgresql_where=text("provider_refund_id IS NOT NULL")),
+        Index(
+            "refunds_at_provider",
+            "gateway",
+            "provider_refund_id",
+            unique=True,
+            postgresql_where=text("provider_refund_id IS NOT NULL"),
+        ),
     )
 
     tenant: Mapped[Tenant]
@@ -292,6 +306,8 @@ class Refund(Base):
     # made at the provider's site: no task of ours carries it out
     is_at_site: Mapped[bool] = mapped_column(server_default=false())
     status: Mapped[str] = mapped_column(default="pending")
+    # the provider, and the refund's id there
+    gateway: Mapped[str] = mapped_column(server_default="stripe")
     provider_refund_id: Mapped[str | None]
     failure: Mapped[str | None]
     created_at: Mapped[datetime] = mapped_column(server_default=func.clock_timestamp())

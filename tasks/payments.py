@@ -27,7 +27,7 @@ from idempotency import (
     publish,
     subscribe,
 )
-from idempotency.providers import STRIPE
+from idempotency.providers import STRIPE as STRIPES_CONTRACT
 
 from . import app, ledger
 from .gateway import Outcome, Result
@@ -36,7 +36,7 @@ from .once import check_not_carried_out, insert_once, insert_unless_there
 from .outside import gateway
 from .refunds import INITIATED, refund_payment, request_rest
 from .reported import reported_charge, reported_refusal, settle_later
-from .reports import SUCCEEDED
+from .reports import STRIPE, SUCCEEDED
 from .tenants import DEFAULT, named, owned
 from .validation import check_purchase, check_purchase_id
 
@@ -102,7 +102,7 @@ def begin_charge(session: Session, payment_id: str, *, tenant: str = DEFAULT) ->
     moves_money=True,
     key="{payment_id}",
     on_failed=payment_failed,
-    provider=STRIPE,
+    provider=STRIPES_CONTRACT,
     effect_types={CAPTURE: Result},
 )
 def capture_payment(
@@ -177,13 +177,16 @@ def find_capture(
 
 
 def _other_payment(session: Session, payment_id: str, charge_id: str, *, tenant: str) -> str | None:
-    """Another payment that this charge is of."""
-    others = select(Payment.id).filter_by(tenant=tenant, charge_id=charge_id).where(Payment.id != payment_id)
+    """Another payment that this charge is of. Of another tenant's, the unique index says so."""
+    others = select(Payment.id).filter_by(tenant=tenant, gateway=STRIPE, charge_id=charge_id)
+    others = others.where(Payment.id != payment_id)
     return session.scalars(others.limit(1)).first()
 
 
-def mark_captured(session: Session, payment_id: str, charge_id: str | None, *, tenant: str = DEFAULT) -> bool:
-    """Note that a payment is captured, by its task or by the provider's report, whichever comes first; None: it is free.
+def mark_captured(
+    session: Session, payment_id: str, charge_id: str | None, *, by: str = STRIPE, tenant: str = DEFAULT
+) -> bool:
+    """Note that a payment is captured by a provider, as its task or a report says, whichever comes first; None: it is free.
 
     Returns False if it was noted before.
     """
@@ -191,7 +194,9 @@ def mark_captured(session: Session, payment_id: str, charge_id: str | None, *, t
     open_one = select(Payment.tenant, Payment.id, Payment.failure).filter_by(tenant=tenant, id=payment_id)
     before = open_one.where(Payment.status.not_in(("captured", "free"))).with_for_update().cte("before")
     noted = update(Payment).where(Payment.tenant == before.c.tenant, Payment.id == before.c.id)
-    noted = noted.values(status=status, charge_id=charge_id, failure=None).returning(Payment, before.c.failure)
+    noted = noted.values(status=status, gateway=by, charge_id=charge_id, failure=None).returning(
+        Payment, before.c.failure
+    )
     found = session.execute(noted, execution_options=AS_WRITTEN).one_or_none()
     if found is None:
         return False

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime, timedelta
 from hashlib import sha256
@@ -29,7 +29,7 @@ from idempotency.wire import keys
 from . import app
 from .gateway import Moved
 from .outside import gateway
-from .reports import STANDARD
+from .reports import STRIPE
 from .tenants import DEFAULT
 
 Kind = Literal["charge", "refund"]
@@ -40,43 +40,35 @@ SETTLED_AFTER = timedelta(hours=1)
 # Some refunds fail, and some bank debits succeed, weeks after they were made.
 WINDOW = timedelta(days=30)
 
-# What the ledger has of a payment or a refund under the id that it has at the provider.
+# What the ledger has of Stripe's charges and refunds, under the id that they have there.
 _OURS = {
-    "charge": """
-        SELECT p.tenant, p.id AS name, p.charge_id AS id, l.amount, l.currency FROM payments p
+    "charge": f"""
+        SELECT p.tenant, p.id AS name, p.charge_id AS id, p.charge_id, l.amount, l.currency FROM payments p
         JOIN ledger l ON (l.tenant, l.kind, l.reference) = (p.tenant, 'capture', p.id)
-        WHERE p.charge_id IS NOT NULL AND NOT {elsewhere} AND {condition}""",
-    "refund": """
-        SELECT p.tenant, p.id AS name, p.provider_refund_id AS id, l.amount, l.currency FROM refunds p
+        WHERE p.gateway = '{STRIPE}' AND p.charge_id IS NOT NULL AND {{condition}}""",
+    "refund": f"""
+        SELECT p.tenant, p.id AS name, p.provider_refund_id AS id, paid.charge_id, l.amount, l.currency FROM refunds p
         JOIN ledger l ON (l.tenant, l.kind, l.reference) = (p.tenant, 'refund', p.id)
-        WHERE p.status = 'refunded' AND NOT {elsewhere} AND {condition}""",
+        JOIN payments paid ON (paid.tenant, paid.id) = (p.tenant, p.payment_id)
+        WHERE p.gateway = '{STRIPE}' AND p.status = 'refunded' AND {{condition}}""",
 }
-# What another provider than Stripe has reported is not in Stripe's list. Its ids may be Stripe's, of another payment.
-_ELSEWHERE = """EXISTS (SELECT FROM payment_events e
-    WHERE (e.tenant, e.gateway, e.object, e.object_id) = (p.tenant, '{gateway}', '{kind}', p.{id}) AND e.is_applied
-        AND coalesce(e.payment_id, p.{payment}) = p.{payment})"""
-_COLUMNS = {
-    "charge": {"id": "charge_id", "payment": "id"},
-    "refund": {"id": "provider_refund_id", "payment": "payment_id"},
-}
+_ID = {"charge": "charge_id", "refund": "provider_refund_id"}
 
 
 def _query(kind: Kind, condition: str) -> TextClause:
-    elsewhere = _ELSEWHERE.format(gateway=STANDARD, kind=kind, **_COLUMNS[kind])
-    return text(_OURS[kind].format(elsewhere=elsewhere, condition=condition))
+    return text(_OURS[kind].format(condition=condition))
 
 
 # Under its name or under its id: a person may have found that what was made otherwise is ours.
 _OF_OBJECT = {
-    kind: _query(
-        kind, f"((p.tenant, p.id) = (:tenant, :name) OR p.{_COLUMNS[kind]['id']} = :id) ORDER BY p.tenant, p.id"
-    )
+    kind: _query(kind, f"((p.tenant, p.id) = (:tenant, :name) OR p.{_ID[kind]} = :id) ORDER BY p.tenant, p.id")
     for kind in KINDS
 }
 _OF_TIME = {
     kind: _query(kind, "p.created_at >= :since AND p.created_at < :until").execution_options(yield_per=1000)
     for kind in KINDS
 }
+_PAYER = text(f"SELECT tenant FROM payments WHERE gateway = '{STRIPE}' AND charge_id = :charge")
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,36 +94,45 @@ def differences(session: Session, since: datetime, until: datetime) -> Iterator[
     """
     for kind in KINDS:
         listed = {moved.id: moved for moved in _moved(kind, since, until)}
-        found = [_compare(kind, id, moved, _ours(session, kind, id, moved)) for id, moved in listed.items()]
+        found = [_compare(session, kind, id, moved) for id, moved in listed.items()]
         ours = session.execute(_OF_TIME[kind], {"since": since, "until": until})
         unlisted = {row.id: row for row in ours if row.id not in listed}
         session.rollback()
         # created here in this time, and there perhaps later
         there = {id: _look_up(kind, id) for id in unlisted}
-        found += [_compare(kind, id, moved, _ours(session, kind, id, moved)) for id, moved in there.items()]
+        found += [_compare(session, kind, id, moved) for id, moved in there.items()]
         session.rollback()
         yield from (difference for difference in found if difference is not None)
 
 
-def _compare(kind: Kind, id: str, moved: Moved | None, ours: Sequence[Any]) -> Difference | None:
-    """`ours`: what we have under the object's id or under its name."""
+def _compare(session: Session, kind: Kind, id: str, moved: Moved | None) -> Difference | None:
+    """What the provider has under an id, with what we have under the same id, or under the name that it tells."""
+    tenant, name = (None, None) if moved is None else (moved.tenant, moved.name)
+    ours = session.execute(_OF_OBJECT[kind], {"tenant": tenant, "name": name, "id": id}).all()
     under_id = [row for row in ours if row.id == id]
     theirs = None if moved is None else f"{moved.amount} {moved.currency}"
-    is_other = len(under_id) > 1 or any(_is_other(row, moved) for row in under_id)
-    posted = [f"{row.amount} {row.currency.upper()}" + (f" of {row.name}" if is_other else "") for row in under_id]
+    posted = [_posted(row, moved, is_one=len(under_id) == 1) for row in under_id]
     if not under_id:  # the payment has another charge
         posted = [f"{row.amount} {row.currency.upper()} as {row.id}" for row in ours]
     if posted == ([] if theirs is None else [theirs]):
         return None
-    named = moved if moved is not None and moved.name is not None else None
-    tenant = named.tenant if named is not None else ours[0].tenant if ours else DEFAULT
-    name = named.name if named is not None else ours[0].name if ours else None
-    return Difference(kind, tenant, id, name, theirs, " + ".join(posted) or None)
+    if moved is not None and name is None:
+        name = f"{STRIPE}-{id}" if kind == "refund" else None
+        tenant = session.execute(_PAYER, {"charge": moved.charge_id}).scalar_one_or_none() or moved.tenant
+    elif moved is None:
+        tenant, name = (ours[0].tenant, ours[0].name) if ours else (DEFAULT, None)
+    return Difference(kind, tenant or DEFAULT, id, name, theirs, " + ".join(posted) or None)
 
 
-def _is_other(row: Any, moved: Moved | None) -> bool:
-    """Whether the provider says that this object is of another payment or refund of ours."""
-    return moved is not None and moved.name is not None and (row.tenant, row.name) != (moved.tenant, moved.name)
+def _posted(row: Any, moved: Moved | None, *, is_one: bool) -> str:
+    """What is in our ledger, and of what, unless that is what the provider says, too."""
+    is_named = moved is not None and moved.name is not None
+    if is_named and moved is not None and (row.tenant, row.name) != (moved.tenant, moved.name):
+        is_one = False
+    of = "" if is_one else f" of {row.name}"
+    if moved is not None and row.charge_id != moved.charge_id:
+        of = f" of {row.name}, charged as {row.charge_id}"
+    return f"{row.amount} {row.currency.upper()}{of}"
 
 
 def _moved(kind: Kind, since: datetime, until: datetime) -> Iterator[Moved]:
@@ -145,16 +146,11 @@ def _look_up(kind: Kind, id: str) -> Moved | None:
     return gateway.charge(id) if kind == "charge" else gateway.refunded(id)
 
 
-def _ours(session: Session, kind: Kind, id: str, moved: Moved | None) -> Sequence[Any]:
-    tenant, name = (None, None) if moved is None else (moved.tenant, moved.name)
-    return session.execute(_OF_OBJECT[kind], {"tenant": tenant, "name": name, "id": id}).all()
-
-
 @app.task(base=IdempotentTask, bind=True, name="payments.check_difference", key="{difference}")
 def check_difference(self: IdempotentTask, difference: str, kind: Kind, id: str, name: str | None) -> dict[str, Any]:
     """Ask both sides about one object again. Fails, and so leaves a dead letter, for as long as they differ. `name`: for its reader."""
     moved = _look_up(kind, id)  # before the transaction begins
-    found = _compare(kind, id, moved, _ours(self.session, kind, id, moved))
+    found = _compare(self.session, kind, id, moved)
     if found is not None:
         raise PermanentError(str(found), "ledger_differs")
     return {"agrees": True}

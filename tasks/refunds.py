@@ -24,10 +24,7 @@ from idempotency import (
     Unfinished,
     publish,
 )
-from idempotency.application import settings_of
-from idempotency.attempt.refusals import refusal_of
-from idempotency.providers import STRIPE
-from idempotency.store import operations
+from idempotency.providers import STRIPE as STRIPES_CONTRACT
 
 from . import app, ledger
 from .gateway import GatewayError, Outcome, Result
@@ -37,11 +34,12 @@ from .outside import gateway
 from .reported import (
     failure_of_made,
     is_made_by_another_call,
+    note_failure,
     reported_refund,
     reported_refund_failure,
     settle_later,
 )
-from .reports import GATEWAYS, SUCCEEDED
+from .reports import STRIPE, SUCCEEDED
 from .tenants import DEFAULT, named, owned
 from .validation import check_amount, check_id, check_minor_unit, check_text
 
@@ -58,11 +56,15 @@ PENDING_PAUSE = 2.0
 
 
 class RefundFailed(StoredRefusal):
-    """The provider has accepted the refund of a call under `effect_key`, and it has failed afterwards."""
+    """The provider has accepted the refund of a call under `effect_key`, and it has failed afterwards.
 
-    def __init__(self, message: str, code: str | None = None, effect_key: str = "") -> None:
+    `id`: the provider's, if it has told that.
+    """
+
+    def __init__(self, message: str, code: str | None = None, effect_key: str = "", id: str = "") -> None:
         super().__init__(message, code)
         self.effect_key = effect_key
+        self.id = id
 
 
 def submit_refund(
@@ -143,13 +145,12 @@ def refund_failed(session: Session, operation: Operation, error: PermanentError)
     refund, payment = locked(session, operation.arguments["refund_id"], tenant=operation.tenant)
     if refund is None:
         return
+    if isinstance(error, RefundFailed) and payment is not None:
+        note_failure(session, refund, payment, error.id, error.code, error.effect_key)
     if refund.status in MADE:
         # Reported as made, and the provider itself says by now that it has failed. A person's word does not undo its report,
         # nor does what became of another call.
-        has_come_back = isinstance(error, RefundFailed) and not is_made_by_another_call(
-            session, refund, error.effect_key
-        )
-        if refund.status == "refunded" and has_come_back:
+        if refund.status == "refunded" and isinstance(error, RefundFailed) and _is_of_call(session, refund, error):
             reverse(session, refund, REFUSED_AFTERWARDS)
         return
     if isinstance(error, EffectUnknown | Unfinished):
@@ -160,6 +161,13 @@ def refund_failed(session: Session, operation: Operation, error: PermanentError)
         refuse(session, refund, payment, error.code)
     if payment is not None:
         tell_if_owed(session, refund, payment, error.code)
+
+
+def _is_of_call(session: Session, refund: Refund, error: RefundFailed) -> bool:
+    """Whether what has failed is what is in our books as made."""
+    if error.id:
+        return refund.provider_refund_id == error.id
+    return not is_made_by_another_call(session, refund, error.effect_key)
 
 
 def tell_if_owed(session: Session, refund: Refund, payment: Payment, code: str) -> None:
@@ -247,7 +255,7 @@ def free(session: Session, reserved: dict[str, Any]) -> None:
     moves_money=True,
     key="{refund_id}",
     on_failed=refund_failed,
-    provider=STRIPE,
+    provider=STRIPES_CONTRACT,
     effect_types={"refund": Result},
 )
 def refund_payment(
@@ -296,8 +304,8 @@ def find_refund(
         if (known := reported()) is None:
             raise
         return known
-    if isinstance(answer, DidNotHappen) and answer.refusal is not None:
-        return DidNotHappen(RefundFailed(str(answer.refusal), answer.refusal.code, doubt.idempotency_key))
+    if isinstance(answer, DidNotHappen) and (why := answer.refusal) is not None:
+        return DidNotHappen(RefundFailed(str(why), why.code, doubt.idempotency_key, getattr(why, "id", "")))
     return answer if isinstance(answer, Happened) else reported() or answer
 
 
@@ -305,8 +313,10 @@ def _reported(refund_id: str, amount: int, effect_key: str, *, tenant: str) -> O
     made = reported_refund(refund_id, effect_key, tenant=tenant)
     if made is not None:
         return Happened({"id": made.id, "amount": amount, "currency": made.currency, "status": SUCCEEDED})
-    code = reported_refund_failure(refund_id, effect_key, tenant=tenant)
-    return None if code is None else DidNotHappen(RefundFailed(f"the refund has failed: {code}", code, effect_key))
+    failed = reported_refund_failure(refund_id, effect_key, tenant=tenant)
+    if failed is None:
+        return None
+    return DidNotHappen(RefundFailed(f"the refund has failed: {failed.code}", failed.code, effect_key, failed.id))
 
 
 def _reported_as_made(task: IdempotentTask, refund_id: str) -> dict[str, Any] | None:
@@ -327,12 +337,12 @@ def _reported_as_made(task: IdempotentTask, refund_id: str) -> dict[str, Any] | 
 
 
 def _other_refund(session: Session, refund: Refund, provider_refund_id: str) -> str | None:
-    """Another refund of the same payment that is this one at the provider: ours, or one that was written down as the site's."""
-    others = select(Refund.id).filter_by(tenant=refund.tenant, payment_id=refund.payment_id)
-    others = others.where(
+    """Another refund that is this one at the provider: ours, or one that was written down as the site's."""
+    others = select(Refund.id).where(
+        Refund.tenant == refund.tenant,
         Refund.id != refund.id,
-        (Refund.provider_refund_id == provider_refund_id)
-        | (Refund.is_at_site & Refund.id.in_([at_site(gateway, provider_refund_id) for gateway in GATEWAYS])),
+        ((Refund.gateway == STRIPE) & (Refund.provider_refund_id == provider_refund_id))
+        | (Refund.is_at_site & (Refund.id == at_site(STRIPE, provider_refund_id))),
     )
     return session.scalars(others.limit(1)).first()
 
@@ -342,19 +352,8 @@ def at_site(gateway: str, provider_refund_id: str) -> str:
     return f"{gateway}-{provider_refund_id}"
 
 
-def _found_failed(session: Session, refund: Refund) -> str | None:
-    """Why a refund has failed that was made, as the provider has answered its operation, which has recorded that."""
-    id = OperationId(refund.tenant, refund_payment.name, refund.id)
-    record = operations.lookup(session.connection(), id, settings_of(app).service)
-    entry = None if record is None else record.effects.get("refund")
-    refusal = None if entry is None else refusal_of(entry, entry.get("generation", 0))
-    if not isinstance(refusal, RefundFailed) or is_made_by_another_call(session, refund, refusal.effect_key):
-        return None
-    return refusal.code
-
-
-def mark_refunded(session: Session, refund: Refund, provider_refund_id: str) -> None:
-    """Note that a locked refund was made, by its task or by the provider's report, whichever comes first.
+def mark_refunded(session: Session, refund: Refund, provider_refund_id: str, *, by: str = STRIPE) -> None:
+    """Note that a locked refund was made by a provider, as its task or a report says, whichever comes first.
 
     If the provider has reported meanwhile that it failed after all, that is noted, too, and nobody is told that it was made.
     What was reported and may have been this one, or another of the same amount, is looked at again.
@@ -362,11 +361,11 @@ def mark_refunded(session: Session, refund: Refund, provider_refund_id: str) -> 
     if refund.status in MADE:
         return
     payment = session.get_one(Payment, (refund.tenant, refund.payment_id))
-    refund.provider_refund_id, refund.failure = provider_refund_id, None
+    refund.gateway, refund.provider_refund_id, refund.failure = by, provider_refund_id, None
     move(refund, payment, "refunded")
     ledger.post(session, "refund", refund.id, payment.id, refund.amount, payment.currency, tenant=refund.tenant)
     session.flush()
-    if (failure := failure_of_made(session, refund) or _found_failed(session, refund)) is not None:
+    if (failure := failure_of_made(session, refund)) is not None:
         reverse(session, refund, failure)
         return
     publish(session, "payment.refunded", _told(refund, payment), tenant=refund.tenant, app=app)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import Any
 from uuid import uuid4
 
@@ -12,7 +13,8 @@ from idempotency.application import runtime_of
 
 from . import app
 from .models import Payment, PaymentEvent, Refund
-from .reports import FAILED, GATEWAYS, REFUND_FAILED, SUCCEEDED, Kind
+from .once import insert_unless_there
+from .reports import FAILED, GATEWAYS, REFUND_FAILED, STRIPE, SUCCEEDED, Kind
 
 # In `settlement`, which imports what calls this.
 SETTLE_WAITING = "payments.settle_waiting"
@@ -93,7 +95,7 @@ def failure_of_made(session: Session, refund: Refund) -> str | None:
 
 
 def _of_made_refund(tenant: str, refund_id: str, *columns: Any) -> Any:
-    """Of the reports about a refund that was made. What another provider has under its id is of other names or another charge."""
+    """Of the reports about a refund that was made, by its provider."""
     is_named = PaymentEvent.refund_id == Refund.id
     is_alike = (PaymentEvent.charge_id == Payment.charge_id) & (PaymentEvent.amount == Refund.amount)
     return (
@@ -111,17 +113,54 @@ def _of_made_refund(tenant: str, refund_id: str, *columns: Any) -> Any:
     )
 
 
-def reported_refund_failure(refund_id: str, effect_key: str, *, tenant: str) -> str | None:
-    """Why the refund of a call under this key has failed, as a provider has reported: only of a report that names the key."""
-    reported = select(_code_of_refund()).where(
+def has_failed(session: Session, charge_id: str, provider_refund_id: str, *, tenant: str) -> bool:
+    """Whether a refund of a charge is known to have failed, as its provider has reported or answered."""
+    failed = select(PaymentEvent.event_id).filter_by(
+        tenant=tenant, object="refund", object_id=provider_refund_id, charge_id=charge_id
+    )
+    return session.scalars(failed.where(PaymentEvent.state.in_(REFUND_FAILED)).limit(1)).first() is not None
+
+
+def note_failure(
+    session: Session, refund: Refund, payment: Payment, provider_refund_id: str, code: str, effect_key: str
+) -> None:
+    """Keep what the provider has answered about a refund that was made and has failed: like a report, it holds for later ones."""
+    if not provider_refund_id:
+        return
+    answered = {
+        "tenant": refund.tenant,
+        "gateway": STRIPE,
+        "event_id": f"answer-{provider_refund_id}",
+        "type": "answer",
+        "object": "refund",
+        "object_id": provider_refund_id,
+        "state": FAILED,
+        "charge_id": payment.charge_id,
+        "payment_id": payment.id,
+        "refund_id": refund.id,
+        "effect_key": effect_key or None,
+        "amount": refund.amount,
+        "currency": payment.currency.upper(),
+        "code": code,
+        "occurred_at": datetime.now(UTC),
+        "is_applied": True,
+    }
+    insert_unless_there(session, PaymentEvent, answered)
+
+
+def reported_refund_failure(refund_id: str, effect_key: str, *, tenant: str) -> Any:
+    """The refund (`id`, `code`) of a call under this key that has failed, as a provider has reported; or None.
+
+    Only of a report that names the key.
+    """
+    reported = select(PaymentEvent.object_id.label("id"), _code_of_refund().label("code")).where(
         PaymentEvent.tenant == tenant,
         PaymentEvent.refund_id == refund_id,
         *_applied("refund"),
         PaymentEvent.state.in_(REFUND_FAILED),
         PaymentEvent.effect_key == effect_key,
     )
-    row = _first(reported, tenant)
-    return None if row is None else row[0]
+    return _first(reported, tenant)
 
 
 def _code_of_refund() -> Any:

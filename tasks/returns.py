@@ -223,10 +223,14 @@ def inspected(session: Session, return_id: str, said: Any, *, tenant: str = DEFA
 
 
 def request_refund(session: Session, return_id: str, refund_id: str, *, tenant: str = DEFAULT) -> int:
-    """Request all that is left of the payment: what was refunded by hand is not refunded again. Returns the amount."""
+    """Request all that is left of the payment: what was refunded by hand is not refunded again. Returns the amount.
+
+    A refund that is under way, here or at the provider's site, may still come to nothing, so it is waited for.
+    """
     row = _locked(session, return_id, tenant)
     payment = _payment_of(session, row)
-    _wait_for_others(session, payment)
+    if has_refund(session, payment, "reserved"):
+        raise Defer(PENDING_PAUSE, f"payment {payment.id}: another refund is under way")
     amount = request_rest(session, payment, refund_id=refund_id, reason="returned")
     row.refund_id = refund_id if amount > 0 else None
     return amount
@@ -238,8 +242,8 @@ def conclude(
     """The buyer has all of the money, and the goods are booked; or it is left to a person. A refund may have come back by now."""
     row = _locked(session, return_id, tenant)
     payment = _payment_of(session, row)
-    _wait_for_others(session, payment)
-    if is_owed(session, payment):
+    # another refund that is under way may still come to nothing, and nobody would look then
+    if is_owed(session, payment) or has_refund(session, payment, "reserved"):
         problems = [*problems, REFUND_FAILED]
     if problems:
         _escalate(session, row, problems)
@@ -313,12 +317,6 @@ def _tell_late(session: Session, row: Return, problems: list[str]) -> None:
 
 
 # ---------------------------------------------------------------- rows
-
-
-def _wait_for_others(session: Session, payment: Payment) -> None:
-    """Raise `Defer` while a refund is under way, here or at the provider's site: it may still come to nothing."""
-    if has_refund(session, payment, "reserved"):
-        raise Defer(PENDING_PAUSE, f"payment {payment.id}: another refund is under way")
 
 
 def _locked(session: Session, return_id: str, tenant: str) -> Return:

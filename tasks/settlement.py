@@ -31,7 +31,7 @@ from .models import Dispute, Order, Payment, PaymentEvent, Refund
 from .once import insert_unless_there
 from .payments import CAPTURE, capture_payment, mark_captured, mark_failed
 from .refunds import MADE, at_site, fits, mark_refunded, move, refund_payment, refuse, reverse, tell_if_owed
-from .reported import SETTLE_WAITING
+from .reported import SETTLE_WAITING, has_failed
 from .reports import DISPUTE_ENDED, FAILED, REFUND_FAILED, SUCCEEDED, Report
 
 # Seconds for which the lock of a transaction at the provider is held at most.
@@ -88,6 +88,8 @@ def _completed(session: Session, report: Report) -> Report | None:
         for name in ("payment_id", "refund_id", "effect_key")
         if getattr(event, name) is None and (said := getattr(report, name)) is not None
     }
+    if "refund_id" in told and session.get(Refund, (report.tenant, told["refund_id"])) is None:
+        del told["refund_id"]  # a name of somebody else's
     if not told or (event.payment_id is not None and report.payment_id not in (None, event.payment_id)):
         return None
     for name, said in told.items():
@@ -129,6 +131,7 @@ def _payment_of(session: Session, report: Report) -> Payment | None:
         return session.get(Payment, (report.tenant, report.payment_id), with_for_update=True)
     of_charge = select(Payment).filter_by(tenant=report.tenant, charge_id=report.charge_id).with_for_update()
     found = session.scalars(of_charge.limit(2)).all()
+    found = [each for each in found if each.gateway == report.gateway] or found
     return found[0] if len(found) == 1 else None
 
 
@@ -159,7 +162,7 @@ def _charge(session: Session, payment: Payment, report: Report) -> bool:
         log.error("payment_event_differs", gateway=report.gateway, event_id=report.event_id, payment=payment.id)
         return False
     if report.state == SUCCEEDED:
-        is_new = mark_captured(session, payment.id, report.charge_id, tenant=payment.tenant)
+        is_new = mark_captured(session, payment.id, report.charge_id, by=report.gateway, tenant=payment.tenant)
         if is_new and (order := _order_of(session, payment)) is not None:
             orders.pay(session, order)
     elif report.state == FAILED and not _is_of_an_earlier_call(session, payment, report):
@@ -183,7 +186,14 @@ def _order_of(session: Session, payment: Payment) -> Order | None:
 
 
 def _refund(session: Session, payment: Payment, report: Report) -> bool:
-    refund = _refund_of(session, payment, report)
+    booked = _booked(session, payment, report)
+    if (
+        report.state == SUCCEEDED
+        and booked is None
+        and has_failed(session, report.charge_id, report.object_id, tenant=payment.tenant)
+    ):
+        return True  # older than what we know
+    refund = _refund_of(session, payment, report) if booked is None else booked
     if refund is None:
         return False
     if report.state in REFUND_FAILED:
@@ -197,11 +207,20 @@ def _refund(session: Session, payment: Payment, report: Report) -> bool:
         if payment.status != "captured" or not (refund.status in MADE or fits(refund, payment)):
             return False
         if report.state == SUCCEEDED:
-            mark_refunded(session, refund, report.object_id)
+            mark_refunded(session, refund, report.object_id, by=report.gateway)
         elif refund.status == "pending":
             move(refund, payment, "reserved")
     _wake(session, refund_payment.name, payment.tenant, refund.id)
     return True
+
+
+def _booked(session: Session, payment: Payment, report: Report) -> Refund | None:
+    """The refund that has this object of the provider's already, whatever a report calls it; locked."""
+    is_written_down = Refund.is_at_site & (Refund.id == at_site(report.gateway, report.object_id))
+    known = select(Refund).filter_by(tenant=payment.tenant, payment_id=payment.id, amount=report.amount)
+    return session.scalars(
+        known.where((Refund.provider_refund_id == report.object_id) | is_written_down).with_for_update()
+    ).first()
 
 
 def _refund_of(session: Session, payment: Payment, report: Report) -> Refund | None:
@@ -212,7 +231,7 @@ def _refund_of(session: Session, payment: Payment, report: Report) -> Refund | N
         refund = session.get(Refund, (payment.tenant, report.refund_id), with_for_update=True)
         if refund is None or (refund.payment_id, refund.amount) != (payment.id, report.amount):
             return None
-        if refund.provider_refund_id not in (None, report.object_id):  # perhaps made twice
+        if refund.provider_refund_id is not None:  # perhaps made twice
             log.error("payment_event_differs", gateway=report.gateway, event_id=report.event_id, refund=refund.id)
             return None
         return refund
@@ -220,10 +239,6 @@ def _refund_of(session: Session, payment: Payment, report: Report) -> Refund | N
         return None
     id = {"tenant": payment.tenant, "id": at_site(report.gateway, report.object_id)}
     of_payment = select(Refund).filter_by(tenant=payment.tenant, payment_id=payment.id)
-    is_written_down = Refund.is_at_site & (Refund.id == id["id"])
-    known = of_payment.where((Refund.provider_refund_id == report.object_id) | is_written_down)
-    if (refund := session.scalars(known.with_for_update()).first()) is not None:
-        return refund
     # Perhaps one of ours, whose name the provider does not tell: its task finds it, and says so. What has not succeeded
     # may also be the attempt of one of ours that was refused.
     ours = of_payment.filter_by(amount=report.amount, provider_refund_id=None, is_at_site=False)

@@ -14,21 +14,23 @@ from .refunds import has_refund, is_owed
 
 
 @subscribe(
-    "payment.failed",
-    "payment.unknown",
-    "payment.recovered",
-    "payment.refund_failed",
-    "payment.refunded",
-    consumer="support",
-    app=app,
+    "payment.failed", "payment.unknown", "payment.recovered", "payment.refund_failed", consumer="support", app=app
 )
 def open_case(self: IdempotentTask, event: dict[str, Any]) -> None:
     """Open or update the support case of a payment."""
-    id = (self.tenant, event["data"]["payment_id"])
+    _look(self, event)
+
+
+@subscribe("payment.refunded", consumer="support", app=app)
+def look_again(self: IdempotentTask, event: dict[str, Any]) -> None:
+    """Update the support case of a payment, if there is one: what was not given back may be by now."""
+    if self.session.get(SupportCase, (self.tenant, event["data"]["payment_id"])) is not None:
+        _look(self, event)
+
+
+def _look(self: IdempotentTask, event: dict[str, Any]) -> None:
     # from the rows, because events of one payment may be handled in either order
-    payment = self.session.get_one(Payment, id, with_for_update=True)
-    if event["type"] == "payment.refunded" and self.session.get(SupportCase, id) is None:
-        return  # as it should be
+    payment = self.session.get_one(Payment, (self.tenant, event["data"]["payment_id"]), with_for_update=True)
     is_kept = payment.order_status == "cancelled" and is_owed(self.session, payment)
     is_kept = is_kept or has_refund(self.session, payment, "reversed")
     code = payment.failure or ("refund_failed" if is_kept else "recovered")

@@ -1,11 +1,18 @@
 """The command line: `idempotency`, and `python -m idempotency.cli`. Tables for people, `--json` for programs."""
 
+import sys
+
 from ..extras import extra
 from ..text import one_line
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line, by default that of the process; an error is one line on stderr and exit status 1."""
+    for number, argument in enumerate(sys.argv[1:] if arguments is None else arguments, 1):
+        try:
+            argument.encode()
+        except UnicodeEncodeError:  # as Python reads bytes that are not UTF-8
+            raise SystemExit(f"idempotency: argument {number} is not UTF-8") from None
     try:
         with extra("cli"):
             from .root import cli

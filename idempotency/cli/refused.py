@@ -24,8 +24,6 @@ def sentence(error: Exception) -> str | None:
                     f"{describe(error)}; log in with a role that sees all tenants, as {OPERATOR} does (docs/rights.md)"
                 )
             return f"{remedy(error)}; where there are roles, commands are {OPERATOR}'s, and migrations the owner's (docs/rights.md)"
-        case UnicodeEncodeError():  # as Python reads bytes that are not UTF-8
-            return "an argument, or a variable of the environment, is not UTF-8"
         case DBAPIError():
             return remedy(error) or f"the database refused: {describe(error)}"
     return None

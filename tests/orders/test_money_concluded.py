@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import json
+import threading
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from pydantic import SecretStr
 
-from idempotency import DidNotHappen, Happened, StillUnknown, StoredRefusal
+from idempotency import DidNotHappen, Happened, OperationId, StillUnknown
+from idempotency.application import runtime_of, settings_of
 from idempotency.attempt import effects
 from tests.orders.shop import Shop
+from tests.orders.test_provider_doubts import pay
 from tests.orders.test_report_doubts import of_refund, posted_net, silent_refund
-from tests.orders.test_reports import operation, refund, report, settle
-from tests.orders.test_reserved import give_up, refunded, resolve, row_of
+from tests.orders.test_reports import captured, operation, refund, report, settle
+from tests.orders.test_reserved import give_up, lost, refunded, resolve, row_of
 from tests.orders.test_webhooks import NEW, SHARED
 
-LOST = StoredRefusal("refund was refused: lost_or_stolen_card", "lost_or_stolen_card")
+LOST = "lost_or_stolen_card"
+KEY = (
+    "SELECT effects -> 'refund' ->> 'key' FROM idempotency.records WHERE key = :id AND task = 'refunds.refund_payment'"
+)
 CASE = "SELECT code FROM support_cases WHERE payment_id = :id"
 
 
@@ -30,12 +37,29 @@ def _fresh(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(celeryconfig.environment, "stripe_webhook_secrets", SecretStr(NEW))
 
 
+def has_failed(there: str) -> DidNotHappen:
+    """What the provider answers, when it is asked, of a refund that it has accepted and that has failed afterwards."""
+    from tasks.gateway import FailedAfterwards
+
+    return DidNotHappen(FailedAfterwards(f"refund was refused: {LOST}", LOST, there))
+
+
+def found_failed(shop: Shop) -> tuple[str, str, str, str]:
+    """A refund whose answer was lost, and which has failed, as its task has found: order, charge, refund, its id there."""
+    order, charge, refund_id, there = silent_refund(shop)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shop.provider, "find_refund", lambda **_: has_failed(there))
+        shop.run()
+    assert row_of(shop, refund_id) == ("refused", LOST)
+    return order, charge, refund_id, there
+
+
 def test_a_refund_that_has_come_back_is_not_made_again_by_a_replay(shop: Shop) -> None:
     """Another refund has to be requested: this one is posted, and its reversal, too."""
     order, charge, refund_id, there = silent_refund(shop)
     settle(shop, of_refund(order, refund_id, charge, "succeeded", there))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shop.provider, "find_refund", lambda **_: DidNotHappen(LOST))
+        patch.setattr(shop.provider, "find_refund", lambda **_: has_failed(there))
         shop.run()
     assert (operation(shop, refund_id).status, row_of(shop, refund_id)[0]) == ("failed", "reversed")
     shop.replay(refund_id)
@@ -100,7 +124,7 @@ def test_a_refund_that_is_found_to_have_failed_is_reversed(shop: Shop, dies: boo
         return answer
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shop.provider, "find_refund", lambda **_: DidNotHappen(LOST))
+        patch.setattr(shop.provider, "find_refund", lambda **_: has_failed(there))
         patch.setattr(effects, "ask", ask)
         try:
             shop.run()
@@ -192,22 +216,134 @@ def test_a_charge_whose_report_has_two_ids_is_known_when_it_is_asked_for(shop: S
     assert reported_charge(order, "idem-1", tenant="default") == "ch" + order
 
 
-def test_a_refund_that_was_found_to_have_failed_is_not_made_by_a_late_report(shop: Shop) -> None:
-    """Its answer was lost; asked, the provider says that it has failed; then the older report 'succeeded' comes."""
-    order, charge, refund_id, there = silent_refund(shop)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shop.provider, "find_refund", lambda **_: DidNotHappen(LOST))
-        shop.run()
-    assert tuple(operation(shop, refund_id))[:2] == ("failed", "lost_or_stolen_card")
-    assert row_of(shop, refund_id) == ("refused", "lost_or_stolen_card")
-    assert settle(shop, of_refund(order, refund_id, charge, "succeeded", there)) == ["applied"]
+@pytest.mark.parametrize("is_named", [True, False])
+def test_a_refund_that_was_found_to_have_failed_is_not_made_by_a_late_report(shop: Shop, is_named: bool) -> None:
+    order, charge, refund_id, there = found_failed(shop)
+    late = of_refund(order, refund_id if is_named else None, charge, "succeeded", there)
+    assert settle(shop, late if is_named else replace(late, payment_id=None)) == ["applied"]
     shop.run()
-    assert row_of(shop, refund_id) == ("reversed", "lost_or_stolen_card")
-    assert shop.events("payment.refunded", order) == []
-    assert (posted_net(shop, order), shop.one(CASE, id=order)[0]) == (1000, "refund_failed")
+    assert row_of(shop, refund_id) == ("refused", LOST)
+    assert (shop.events("payment.refunded", order), posted_net(shop, order)) == ([], 1000)
     again = refund(shop, order, 1000)
     shop.run()
     assert row_of(shop, again)[0] == "refunded"
+
+
+def test_what_the_provider_has_made_again_by_itself_is_made(shop: Shop) -> None:
+    order, charge, refund_id, _ = found_failed(shop)
+    assert settle(shop, of_refund(order, refund_id, charge, "succeeded", f"again_{order}")) == ["applied"]
+    shop.run()
+    assert (row_of(shop, refund_id), posted_net(shop, order)) == (("refunded", None), 600)
+
+
+@pytest.mark.parametrize("second_is_made", [True, False])
+def test_a_late_report_of_a_failed_call_decides_nothing_about_the_next_one(shop: Shop, second_is_made: bool) -> None:
+    order, charge, refund_id, there = found_failed(shop)
+    first = shop.one(KEY, id=refund_id)[0]
+    shop.replay(refund_id)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shop.provider, "refund", lost)
+        shop.deliver(shop.waiting()[0])
+    assert shop.one(KEY, id=refund_id)[0] != first
+    late = replace(of_refund(order, refund_id, charge, "succeeded", there), effect_key=first)
+    assert settle(shop, late) == ["applied"]
+    made = Happened({"id": f"second_{order}", "amount": 400, "currency": "EUR", "status": "succeeded"})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shop.provider, "refund", lost)
+        patch.setattr(
+            shop.provider, "find_refund", lambda **_: made if second_is_made else has_failed(f"second_{order}")
+        )
+        shop.run()
+    ended = ("completed", "refunded", 600) if second_is_made else ("failed", "refused", 1000)
+    assert (operation(shop, refund_id).status, row_of(shop, refund_id)[0], posted_net(shop, order)) == ended
+
+
+def test_a_named_failure_of_what_is_written_down_as_the_sites_reverses_that(shop: Shop) -> None:
+    order, charge, refund_id, there = silent_refund(shop)
+    give_up(shop, refund_id)
+    resolve(shop, refund_id, DidNotHappen(), end=True)
+    bare = replace(of_refund(order, None, charge, "succeeded", there), payment_id=None)
+    assert settle(shop, bare) == ["applied"]
+    assert settle(shop, of_refund(order, refund_id, charge, "failed", there)) == ["applied"]
+    shop.run()
+    assert (posted_net(shop, order), row_of(shop, f"stripe-{there}")[0]) == (1000, "reversed")
+
+
+def test_a_name_of_somebody_elses_keeps_no_refund_from_being_written_down(shop: Shop) -> None:
+    order, charge = captured(shop)
+    mine = refund(shop, order)
+    bare = replace(of_refund(order, None, charge, "succeeded", f"re_site{order}"), payment_id=None)
+    assert settle(shop, bare) == ["waiting"]
+    assert settle(shop, of_refund(order, "their-own-number", charge, "succeeded", f"re_site{order}")) == ["waiting"]
+    shop.run()
+    assert (row_of(shop, mine)[0], posted_net(shop, order)) == ("refunded", 200)
+
+
+def test_another_providers_charge_of_the_same_id_is_another(shop: Shop) -> None:
+    one, other = pay(shop), pay(shop)
+    there = f"id_{len(shop.provider._done)}"
+    assert settle(shop, report(there, "succeeded", one, gateway="payment")) == ["applied"]
+    shop.deliver(next(sent for sent in shop.waiting() if sent.row.key == other))
+    assert (posted_net(shop, one), posted_net(shop, other)) == (1000, 1000)
+
+
+def test_two_payments_whose_charge_is_one_are_not_both_posted(shop: Shop) -> None:
+    """At the same time, when neither sees the other."""
+    from tasks import payments
+
+    one, two = pay(shop), pay(shop)
+    charge, gate = {"id": f"same_{one}", "amount": 1000, "currency": "EUR", "status": "succeeded"}, threading.Barrier(2)
+    real = payments._other_payment
+
+    def other(*args: Any, **kwargs: Any) -> Any:
+        found = real(*args, **kwargs)
+        with suppress(threading.BrokenBarrierError):
+            gate.wait(5)
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(payments, "_other_payment", other)
+        patch.setattr(shop.provider, "capture", lambda **_: charge)
+        sent = [each for each in shop.waiting() if each.row.key in (one, two)]
+        threads = [threading.Thread(target=shop.deliver, args=(each,)) for each in sent]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        gate.abort()
+        shop.run()
+    assert posted_net(shop, one) + posted_net(shop, two) == 1000
+    status = "SELECT array_agg(status ORDER BY status) FROM payments WHERE id IN (:one, :two)"
+    assert shop.one(status, one=one, two=two)[0] == ["captured", "unknown"]
+
+
+def test_a_report_after_a_persons_wrong_word_posts_no_charge_twice(shop: Shop) -> None:
+    from idempotency.operate.cancel import cancel
+    from idempotency.operate.change import read
+    from idempotency.operate.resolve import resolve_effect
+    from tests.support.operators import ANN
+
+    one, other = pay(shop), pay(shop)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shop.provider, "capture", lost)
+        for sent in [each for each in shop.waiting() if each.row.key in (one, other)]:
+            shop.deliver(sent)
+    charge = f"ch_x{other}"
+    with shop.operating():
+
+        def seen() -> Any:
+            id = OperationId("default", "payments.capture_payment", one)
+            with runtime_of(shop.app).autocommit() as connection:
+                return read(connection, id, settings_of(shop.app).service)
+
+        cancel(shop.app, seen(), ANN, may_have_happened=True)
+        made = Happened({"id": charge, "amount": 1000, "currency": "EUR", "status": "succeeded"})
+        resolve_effect(shop.app, seen(), "capture", made, ANN)
+    shop.replay(one)
+    for sent in [each for each in shop.waiting() if each.row.key == one]:
+        shop.deliver(sent)
+    assert settle(shop, report(charge, "succeeded", other)) == ["waiting"]
+    assert (posted_net(shop, one), posted_net(shop, other)) == (1000, 0)
 
 
 def test_an_order_whose_refund_has_come_back_is_not_undone(shop: Shop) -> None:

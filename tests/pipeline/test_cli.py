@@ -559,4 +559,4 @@ def test_the_console_script_keeps_stdout_for_the_document(environment: dict[str,
     assert refused.stderr == "idempotency: key 'nothing': no operation has it\n"
     refused = start("cancel", "caf\udce9", "--reason", "r")  # a byte that is not UTF-8
     assert (refused.returncode, refused.stdout) == (1, "")
-    assert refused.stderr == "idempotency: an argument, or a variable of the environment, is not UTF-8\n"
+    assert refused.stderr == "idempotency: argument 2 is not UTF-8\n"

@@ -30,7 +30,7 @@ from tests.support.operators import ANN
 from tests.support.sandbox import faults
 
 pytestmark = pytest.mark.usefixtures("fresh")
-REFUND, PROCESS = "refunds.refund_payment", "returns.process_return"
+REFUND = "refunds.refund_payment"
 
 
 def given_back(shop: Returns, order: str, verdict: str = "APPROVED") -> str:
@@ -78,7 +78,8 @@ def silent(**_: Any) -> None:
     raise EffectUnknown("the provider cannot say")
 
 
-def test_a_refund_by_hand_is_waited_for_once_the_returns_own_was_refused(shop: Returns) -> None:
+def test_a_return_whose_refund_was_refused_beside_one_by_hand_is_left_to_a_person(shop: Returns) -> None:
+    """That one may come to nothing, too, and nobody would look then."""
     order = shop.bought()
     shop.provider.keeps.add(order)
     return_id = shop.in_transit(order)
@@ -89,37 +90,27 @@ def test_a_refund_by_hand_is_waited_for_once_the_returns_own_was_refused(shop: R
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shop.provider, "refund", unreachable, raising=False)
         shop.deliver(by_hand)
-    shop.run(REFUND, PROCESS)
-    shop.deliver(next(sent for sent in shop.waiting() if sent.row.task == PROCESS))
-    assert shop.row(return_id).status == "INSPECTED"
-    shop.run()  # the one by hand is refused, too
+    shop.run(REFUND)
     row = shop.row(return_id)
-    assert (row.status, row.problem, shop.provider.net(order)) == ("ESCALATED", "refund_failed", 1000)
-    assert shop.cases(return_id) == {"refund_failed"}
+    assert (row.status, row.problem) == ("ESCALATED", "refund_failed")
+    shop.run()
+    assert (shop.provider.net(order), shop.cases(return_id)) == (1000, {"refund_failed"})
 
 
-def test_refunds_at_the_site_are_waited_for_once_the_returns_own_was_refused(shop: Returns) -> None:
+def test_a_return_whose_refund_was_refused_beside_those_at_the_site_is_left_to_a_person(shop: Returns) -> None:
     order = shop.bought()
     charge = shop.one("SELECT charge_id FROM payments WHERE id = :id", id=order)[0]
     return_id = shop.in_transit(order)
-    parts = [("re_a" + order, 600), ("re_b" + order, 400)]
 
     def refuse(**_: Any) -> Any:
-        for there, amount in parts:
+        for there, amount in (("re_a" + order, 600), ("re_b" + order, 400)):
             assert settle(shop, of_refund(order, None, charge, "pending", there, amount)) == ["waiting"]
         raise StoredRefusal("the charge has been refunded", "charge_already_refunded")
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shop.provider, "refund", refuse, raising=False)
         shop.inspect(return_id, "APPROVED")
-        shop.run(REFUND)
-        shop.deliver(next(sent for sent in shop.waiting() if sent.row.task == REFUND))
-    shop.run(PROCESS)
-    shop.deliver(next(sent for sent in shop.waiting() if sent.row.task == PROCESS))
-    assert shop.row(return_id).status == "INSPECTED"
-    for there, amount in parts:
-        assert settle(shop, of_refund(order, None, charge, "failed", there, amount)) == ["applied"]
-    shop.run()
+        shop.run()
     row = shop.row(return_id)
     assert (row.status, row.problem, shop.cases(return_id)) == ("ESCALATED", "refund_failed", {"refund_failed"})
 
