@@ -20,6 +20,8 @@ from sandbox import ledger
 CAPTURE, REFUND = "payments.capture_payment", "refunds.refund_payment"
 # The event consumers' tasks, keyed by event id.
 MAIL, SUPPORT, WEBHOOKS = "notifications.send_notification", "support.open_case", "webhooks.fan_out"
+# Of each refund, for a support case that there may be.
+LOOK_AGAIN = "support.look_again"
 # The final statuses of a business row, and the record's status for each.
 ENDS = {
     "captured": "completed",
@@ -323,6 +325,8 @@ class _Check:
             else:
                 self._handled(MAIL, notification.event_id, about)
                 self._handled(WEBHOOKS, notification.event_id, about)
+                if about.startswith("payment.refunded:"):
+                    self._handled(LOOK_AGAIN, notification.event_id, about)
 
     def _case(self, payment_id: str, payment: Payment) -> None:
         case, failed = self.books.cases.get(payment_id), payment.status in ("failed", "unknown")

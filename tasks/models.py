@@ -47,11 +47,10 @@ class Payment(Base):
         UniqueConstraint("tenant", "order_id", name="payments_order_id"),
         Index("payments_of_charge", "tenant", "charge_id", postgresql_where=text("charge_id IS NOT NULL")),
         Index(
-            "payments_at_provider",
-            "gateway",
+            "payments_at_stripe",
             "charge_id",
             unique=True,
-            postgresql_where=text("charge_id IS NOT NULL"),
+            postgresql_where=text("gateway = 'stripe' AND charge_id IS NOT NULL"),
         ),
     )
 
@@ -290,11 +289,10 @@ class Refund(Base):
         ),
         Index("ix_refunds_payment_id", "tenant", "payment_id"),
         Index(
-            "refunds_at_provider",
-            "gateway",
+            "refunds_at_stripe",
             "provider_refund_id",
             unique=True,
-            postgresql_where=text("provider_refund_id IS NOT NULL"),
+            postgresql_where=text("gateway = 'stripe' AND provider_refund_id IS NOT NULL"),
         ),
     )
 

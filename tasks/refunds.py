@@ -145,12 +145,15 @@ def refund_failed(session: Session, operation: Operation, error: PermanentError)
     refund, payment = locked(session, operation.arguments["refund_id"], tenant=operation.tenant)
     if refund is None:
         return
-    if isinstance(error, RefundFailed) and payment is not None:
-        note_failure(session, refund, payment, error.id, error.code, error.effect_key)
+    failed = _refund_failed(error)
+    if failed is not None and payment is not None:
+        note_failure(session, refund, payment, failed.id, failed.code, failed.effect_key)
+        if (taken := _other_refund(session, refund, failed.id)) is not None and taken.status == "refunded":
+            reverse(session, taken, failed.code)  # a person has taken it for that one
     if refund.status in MADE:
         # Reported as made, and the provider itself says by now that it has failed. A person's word does not undo its report,
         # nor does what became of another call.
-        if refund.status == "refunded" and isinstance(error, RefundFailed) and _is_of_call(session, refund, error):
+        if refund.status == "refunded" and failed is not None and _is_of_call(session, refund, failed):
             reverse(session, refund, REFUSED_AFTERWARDS)
         return
     if isinstance(error, EffectUnknown | Unfinished):
@@ -161,6 +164,13 @@ def refund_failed(session: Session, operation: Operation, error: PermanentError)
         refuse(session, refund, payment, error.code)
     if payment is not None:
         tell_if_owed(session, refund, payment, error.code)
+
+
+def _refund_failed(error: BaseException | None) -> RefundFailed | None:
+    """What the provider has answered, also in a last look, whose end has another name."""
+    while error is not None and not isinstance(error, RefundFailed):
+        error = error.__cause__
+    return error
 
 
 def _is_of_call(session: Session, refund: Refund, error: RefundFailed) -> bool:
@@ -276,10 +286,11 @@ def refund_payment(
     refund, _ = locked(self.session, refund_id, tenant=self.tenant)
     assert refund is not None
     if (other := _other_refund(self.session, refund, refunded["id"])) is not None:  # a person has taken it for this one
-        raise PermanentError(f"refund {refund_id}: {refunded['id']} is the refund {other}", "refund_of_another")
+        raise PermanentError(f"refund {refund_id}: {refunded['id']} is the refund {other.id}", "refund_of_another")
     if refund.provider_refund_id not in (None, refunded["id"]):  # under another key, which a person took for not made
         raise PermanentError(f"refund {refund_id}: made twice, also as {refund.provider_refund_id}", "refunded_twice")
-    mark_refunded(self.session, refund, refunded["id"])
+    payment = self.session.get_one(Payment, (self.tenant, refund.payment_id))
+    mark_refunded(self.session, refund, refunded["id"], by=payment.gateway)
     return {"status": refund.status, "refund": refunded["id"]}
 
 
@@ -336,15 +347,18 @@ def _reported_as_made(task: IdempotentTask, refund_id: str) -> dict[str, Any] | 
     return None
 
 
-def _other_refund(session: Session, refund: Refund, provider_refund_id: str) -> str | None:
-    """Another refund that is this one at the provider: ours, or one that was written down as the site's."""
-    others = select(Refund.id).where(
+def _other_refund(session: Session, refund: Refund, provider_refund_id: str) -> Refund | None:
+    """Another refund of the payment's provider that has this id there, ours or one that was written down as the site's; locked."""
+    if not provider_refund_id:
+        return None
+    payment = session.get_one(Payment, (refund.tenant, refund.payment_id))
+    others = select(Refund).where(
         Refund.tenant == refund.tenant,
         Refund.id != refund.id,
-        ((Refund.gateway == STRIPE) & (Refund.provider_refund_id == provider_refund_id))
-        | (Refund.is_at_site & (Refund.id == at_site(STRIPE, provider_refund_id))),
+        ((Refund.gateway == payment.gateway) & (Refund.provider_refund_id == provider_refund_id))
+        | (Refund.is_at_site & (Refund.id == at_site(payment.gateway, provider_refund_id))),
     )
-    return session.scalars(others.limit(1)).first()
+    return session.scalars(others.limit(1).with_for_update()).first()
 
 
 def at_site(gateway: str, provider_refund_id: str) -> str:

@@ -14,7 +14,7 @@ from idempotency.application import runtime_of
 from . import app
 from .models import Payment, PaymentEvent, Refund
 from .once import insert_unless_there
-from .reports import FAILED, GATEWAYS, REFUND_FAILED, STRIPE, SUCCEEDED, Kind
+from .reports import FAILED, GATEWAYS, REFUND_FAILED, SUCCEEDED, Kind
 
 # In `settlement`, which imports what calls this.
 SETTLE_WAITING = "payments.settle_waiting"
@@ -129,7 +129,7 @@ def note_failure(
         return
     answered = {
         "tenant": refund.tenant,
-        "gateway": STRIPE,
+        "gateway": payment.gateway,
         "event_id": f"answer-{provider_refund_id}",
         "type": "answer",
         "object": "refund",

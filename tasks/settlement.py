@@ -13,7 +13,7 @@ waits for it; whose finish finds what is noted, and adds only what is missing.
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Literal
 
 from sqlalchemy import select, text
@@ -60,6 +60,8 @@ def settle(session: Session, report: Report) -> Settled:
     payment that is not known to be captured. Raises `OperationalError` if another holds the charge's lock for too long.
     """
     _lock(session, report.gateway, report.charge_id)
+    if report.refund_id is not None and session.get(Refund, (report.tenant, report.refund_id)) is None:
+        report = replace(report, refund_id=None)  # a name of somebody else's: ours has a row before its first call
     if not insert_unless_there(session, PaymentEvent, asdict(report)):
         completed = _completed(session, report)
         if completed is None:
@@ -88,8 +90,8 @@ def _completed(session: Session, report: Report) -> Report | None:
         for name in ("payment_id", "refund_id", "effect_key")
         if getattr(event, name) is None and (said := getattr(report, name)) is not None
     }
-    if "refund_id" in told and session.get(Refund, (report.tenant, told["refund_id"])) is None:
-        del told["refund_id"]  # a name of somebody else's
+    if "payment_id" in told and session.get(Payment, (report.tenant, told["payment_id"])) is None:
+        del told["payment_id"]  # a name of somebody else's
     if not told or (event.payment_id is not None and report.payment_id not in (None, event.payment_id)):
         return None
     for name, said in told.items():

@@ -32,7 +32,7 @@ def _look(self: IdempotentTask, event: dict[str, Any]) -> None:
     # from the rows, because events of one payment may be handled in either order
     payment = self.session.get_one(Payment, (self.tenant, event["data"]["payment_id"]), with_for_update=True)
     is_kept = payment.order_status == "cancelled" and is_owed(self.session, payment)
-    is_kept = is_kept or has_refund(self.session, payment, "reversed")
+    is_kept = is_kept or (payment.refunded < payment.amount and has_refund(self.session, payment, "reversed"))
     code = payment.failure or ("refund_failed" if is_kept else "recovered")
     self.session.merge(SupportCase(tenant=self.tenant, payment_id=payment.id, code=code))
 

@@ -54,14 +54,15 @@ WHERE g.id = ({_OF_SAGA}) AND (e.saga_id = g.id OR e.saga_id IS NULL AND EXISTS 
 """
 # Sagas that may come to a wait: they run, have not begun, or go on if a person replays their letter.
 _COMING = """
-SELECT tenant, task, key FROM idempotency.sagas WHERE NOT observed AND status = 'RUNNING' AND tenant = %(tenant)s
-UNION SELECT tenant, task, key FROM idempotency.records
+SELECT tenant, task, key, service FROM idempotency.sagas
+WHERE NOT observed AND status = 'RUNNING' AND tenant = %(tenant)s
+UNION SELECT tenant, task, key, service FROM idempotency.records
 WHERE task = ANY(%(sagas)s::text[]) AND status IN ('started', 'released') AND tenant = %(tenant)s
-UNION SELECT tenant, task, key FROM idempotency.outbox o
+UNION SELECT tenant, task, key, service FROM idempotency.outbox o
 WHERE task = ANY(%(sagas)s::text[]) AND settled_at IS NULL AND tenant = %(tenant)s AND NOT EXISTS (
     SELECT FROM idempotency.records r
     WHERE (r.tenant, r.task, r.key) = (o.tenant, o.task, o.key) AND r.status IN ('completed', 'failed'))
-UNION SELECT tenant, coalesce(task, header_task), key FROM idempotency.dead_letters
+UNION SELECT tenant, coalesce(task, header_task), key, consumer_service FROM idempotency.dead_letters
 WHERE coalesce(task, header_task) = ANY(%(sagas)s::text[]) AND status = 'open' AND tenant = %(tenant)s
 """
 
@@ -105,10 +106,12 @@ SELECT coalesce(
     (SELECT 'the saga ' || c.task || ' ' || c.key || ', which may come to wait for the same events, has not ended'
      FROM idempotency.saga_events e
      CROSS JOIN LATERAL (SELECT regexp_replace(e.match, '^[^=]*=', '') AS value) matched
-     JOIN ({_COMING}) c ON (c.task, c.key) <> (%(task)s, %(key)s)
+     JOIN ({_COMING}) c ON (c.task, c.key) <> (%(task)s, %(key)s) AND (c.service = e.service) IS NOT FALSE
      LEFT JOIN idempotency.sagas g ON (g.tenant, g.task, g.key, g.observed) = (c.tenant, c.task, c.key, false)
      WHERE e.id IN ({_EVENTS}) AND (g.status <> 'COMPENSATING' AND g.accepted_at <= e.received_at) IS NOT FALSE
-       AND (g.entity_id = matched.value OR {_has_part("c.key", "matched.value")}) LIMIT 1),
+       AND (g.entity_id = matched.value OR {_has_part("c.key", "matched.value")} OR EXISTS (
+           SELECT FROM idempotency.saga_steps s
+           WHERE s.saga_id = g.id AND (s.event_type, s.match) = (e.event_type, e.match))) LIMIT 1),
     (SELECT 'the webhook ' || id || ' has not been delivered' FROM idempotency.webhook_deliveries
      WHERE {_DELIVERIES} AND status = 'waiting' LIMIT 1)
 )

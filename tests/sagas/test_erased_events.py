@@ -131,6 +131,49 @@ def test_the_event_of_a_saga_whose_letter_is_open_is_kept(stage: Stage) -> None:
     assert (two.status(), stage.accounts()) == ("completed", ["paid"])
 
 
+def test_the_event_that_a_saga_whose_letter_is_open_has_waited_for_is_kept(stage: Stage) -> None:
+    fails = [True]
+
+    @saga("second", key="{order}", events={"picked": "{id}"}, app=stage.app)
+    def second(saga: Any, order: str, id: str) -> Any:
+        if saga.wait_for("picked", match=id, timeout=timedelta(days=5)) is None:
+            raise PermanentError("never picked", "not_picked")
+        if fails:
+            raise PermanentError("the bank is closed", "closed")
+        saga.step("pay", enter, "paid")
+
+    one, two = finished_first(stage), stage.enqueue(second, "o77", "r1")
+    stage.run()
+    stage.publish("picked", {"id": "r1"})
+    stage.run()
+    assert (one.status(), two.status()) == ("completed", "failed")
+    fails.clear()
+    with pytest.raises(ChangeRefused, match="may come to wait for the same events"):
+        erase(stage.app, OperationId("default", "first", "r1"), ANN)
+    stage.replay("second")
+    stage.run()
+    assert (two.status(), stage.accounts()) == ("completed", ["paid"])
+
+
+def test_a_saga_of_another_application_is_not_in_the_way(stage: Stage) -> None:
+    """Its events are its own."""
+
+    @saga("second", key="{id}", entity="id", events={"paid": "{id}"}, app=stage.app)
+    def second(saga: Any, id: str) -> Any:
+        saga.sleep(3600)
+
+    stage.enqueue(second, "r1")
+    one = finished_first(stage)
+    stage.run()
+    stage.publish("picked", {"id": "r1"})
+    stage.run()
+    assert one.status() == "completed"
+    with stage.engine.begin() as connection:
+        for table in ("records", "sagas", "outbox"):
+            connection.execute(text(f"UPDATE idempotency.{table} SET service = 'other' WHERE task = 'second'"))
+    erase(stage.app, OperationId("default", "first", "r1"), ANN)
+
+
 def test_the_event_of_a_saga_whose_message_died_is_kept(stage: Stage) -> None:
     @saga("second", key="{id}", entity="id", events={"picked": "{id}"}, app=stage.app)
     def second(saga: Any, id: str) -> Any:

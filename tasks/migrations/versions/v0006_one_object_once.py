@@ -1,4 +1,5 @@
-"""By which provider a payment was charged and a refund made; each of its objects is in our books once, whichever tenant's they are.
+"""By which provider a payment was charged and a refund made. Stripe's account is one for all tenants, and each of its objects
+is in our books once.
 
 Code of 0005 works on it: what it writes counts as Stripe's. Fails if one object is there twice, which has to be mended first.
 """
@@ -17,8 +18,9 @@ WHERE e.gateway <> 'stripe' AND e.is_applied AND e.object = 'charge' AND e.state
 UPDATE refunds r SET gateway = e.gateway FROM payment_events e
 WHERE e.gateway <> 'stripe' AND e.is_applied AND e.object = 'refund' AND e.state = 'succeeded'
   AND (e.tenant, e.object_id) = (r.tenant, r.provider_refund_id) AND coalesce(e.payment_id, r.payment_id) = r.payment_id;
-CREATE UNIQUE INDEX payments_at_provider ON payments (gateway, charge_id) WHERE charge_id IS NOT NULL;
-CREATE UNIQUE INDEX refunds_at_provider ON refunds (gateway, provider_refund_id) WHERE provider_refund_id IS NOT NULL;
+CREATE UNIQUE INDEX payments_at_stripe ON payments (charge_id) WHERE gateway = 'stripe' AND charge_id IS NOT NULL;
+CREATE UNIQUE INDEX refunds_at_stripe ON refunds (provider_refund_id)
+    WHERE gateway = 'stripe' AND provider_refund_id IS NOT NULL;
 """
 
 
