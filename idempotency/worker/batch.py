@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -123,15 +122,11 @@ def _is_plain(task: IdempotentTask[..., Any], delivery: Delivery) -> bool:
 
 def _run_body(task: IdempotentTask[..., Any], contexts: Sequence[Context], place: int, attempt: Attempt) -> Any:
     context = contexts[place]
-    given = context.args, context.kwargs
-    # it may change them, and may have to run again
-    context.args, context.kwargs = deepcopy(given)
     task.request_stack.push(context)
     _task_stack.push(task)  # what `celery.current_task` reads
     try:
         return task._body(attempt)
     finally:
         context.attempt = None
-        context.args, context.kwargs = given
         _task_stack.pop()
         task.request_stack.pop()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 from billiard.exceptions import SoftTimeLimitExceeded
@@ -18,6 +19,9 @@ from celery.states import STARTED
 
 from ..errors import SettingsError
 from ..observe.logs import log
+
+# What nobody can change.
+SCALARS = (str, int, float, bool, bytes, type(None))
 
 
 def is_celerys_own(cls: type[Any]) -> bool:
@@ -71,11 +75,16 @@ def run_in_attempt(task: Any) -> Any:
     request = task.request
     if task.tracks_attempts and not request.is_eager and not _ignores_result(task, request):
         _store_started(task, request)
+    args, kwargs = _own(request.args), _own(request.kwargs)
     if task.own_before_start is not None:
-        task.own_before_start(request.id, request.args, request.kwargs)
-    if task.own_call is None:
-        return task.run(*request.args, **request.kwargs)
-    return task.own_call(*request.args, **request.kwargs)
+        task.own_before_start(request.id, args, kwargs)
+    return (task.run if task.own_call is None else task.own_call)(*args, **kwargs)
+
+
+def _own(sent: Any) -> Any:
+    """The body's own copy: what it changes there is not what `on_failed` is told, nor what it gets if it runs again."""
+    values = sent.values() if isinstance(sent, dict) else sent
+    return sent if all(isinstance(value, SCALARS) for value in values) else deepcopy(sent)
 
 
 def _ignores_result(task: Any, request: Any) -> bool:

@@ -1,0 +1,70 @@
+"""A body's arguments are its own: what it changes in them, nobody else sees, nor a second run of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import psycopg
+import pytest
+from celery import Celery
+from sqlalchemy.orm import Session
+
+from idempotency import IdempotentTask, Operation, PermanentError
+from tests.support.deliveries import Deliveries
+from tests.support.tasks import ROW, make_task
+
+
+def used_up(items: list[int]) -> list[int]:
+    taken = []
+    while items:
+        taken.append(items.pop(0))
+    return taken
+
+
+@pytest.mark.parametrize("keyword", [False, True])
+def test_on_failed_is_told_the_arguments_as_they_were_sent(bank: Celery, deliveries: Deliveries, keyword: bool) -> None:
+    told = []
+
+    def body(self: IdempotentTask, items: list[int]) -> None:
+        raise PermanentError(str(used_up(items)), "no")
+
+    def on_failed(session: Session, operation: Operation, error: PermanentError) -> None:
+        told.append((str(error), operation.arguments["items"]))
+
+    task = make_task(bank, body, on_failed=on_failed)
+    deliveries.deliver(task, key="k", items=[1, 2]) if keyword else deliveries.deliver(task, [1, 2], key="k")
+    assert told == [("[1, 2]", [1, 2])]
+
+
+def test_an_eager_call_that_runs_again_gets_its_arguments_as_they_were_given(bank: Celery) -> None:
+    seen = []
+
+    def body(self: IdempotentTask, items: list[int]) -> None:
+        seen.append(used_up(items))
+        if len(seen) < 3:
+            raise ValueError
+
+    items = [1, 2]
+    make_task(bank, body, max_attempts=3).apply(([1, 2],), {}, idempotency_key="k")
+    assert seen == [items] * 3
+
+
+def test_a_body_that_runs_again_after_a_lost_commit_gets_its_arguments_as_they_were_sent(
+    bank: Celery, deliveries: Deliveries, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+
+    def body(self: IdempotentTask, items: list[int]) -> None:
+        seen.append(used_up(items))
+        self.session.execute(ROW)
+        if len(seen) == 1:
+            driver: Any = self.session.connection().connection.driver_connection
+
+            def lost() -> None:
+                driver.pgconn.finish()
+                raise psycopg.OperationalError("the connection is lost")
+
+            monkeypatch.setattr(driver, "commit", lost)
+
+    assert deliveries.deliver(make_task(bank, body), [1, 2], key="k").state == "SUCCESS"
+    assert seen == [[1, 2]] * 2
