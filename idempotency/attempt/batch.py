@@ -114,6 +114,7 @@ def _claim(
             service=settings.service,
             holder=runtime.holder,
             lease=settings.lease,
+            horizon=settings.redelivery_horizon,
         )
     metrics.claims.labels(id.task).inc(len(claims))
     return {

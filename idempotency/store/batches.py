@@ -17,14 +17,18 @@ from .statements import execute
 _CLAIM_NEW = """
 WITH given AS MATERIALIZED (
     SELECT * FROM unnest(%(keys)b::text[], %(tokens)b::text[], %(fingerprints)b::text[], %(messages)b::text[],
-                         %(queues)b::text[]) AS g(key, token, fingerprint, message, queue)
+                         %(queues)b::text[], %(signed)b::float8[])
+        AS g(key, token, fingerprint, message, queue, signed_at)
 )
 INSERT INTO idempotency.records
     (tenant, task, key, status, fence, token, locked_until, locked_by, fingerprint, message, queue, service)
 SELECT %(tenant)s, %(task)s, key, 'started', pg_catalog.nextval('idempotency.fence'), token,
        clock_timestamp() + make_interval(secs => %(lease)s), %(holder)s, fingerprint, message, queue, %(service)s
+FROM given
+-- what may be a copy of an operation that is purged has an answer of its own, too
+WHERE (to_timestamp(signed_at) < clock_timestamp() - make_interval(secs => %(horizon)s)) IS NOT TRUE
 -- in one order everywhere: two batches with the same keys would otherwise wait for each other
-FROM given ORDER BY key
+ORDER BY key
 ON CONFLICT (tenant, task, key) DO NOTHING
 RETURNING key, fence, token, attempts, generation, fingerprint,
     -- nothing is acknowledged because of it, as with a single claim that is new
@@ -70,10 +74,12 @@ def claim_new(
     service: str,
     holder: str,
     lease: float,
+    horizon: float,
 ) -> dict[str, Claimed]:
     """Claim those of these operations of one task and tenant that have no record yet. Returns the claims by key.
 
-    `tokens`: one for each delivery, whose keys must differ. `lease` in seconds.
+    `tokens`: one for each delivery, whose keys must differ. `lease` and `horizon`, which signed messages are not older than, in
+    seconds.
     """
     first, asked_at = deliveries[0].id, time.monotonic()
     rows = execute(
@@ -87,6 +93,8 @@ def claim_new(
             "fingerprints": [each.fingerprint for each in deliveries],
             "messages": [each.message for each in deliveries],
             "queues": [each.queue for each in deliveries],
+            "signed": [each.signed_at for each in deliveries],
+            "horizon": horizon,
             "service": service,
             "holder": holder,
             "lease": lease,

@@ -6,7 +6,6 @@ it is, and the trace of any other runs it alone.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -113,9 +112,6 @@ def _prepare(task: IdempotentTask[..., Any], calls: Sequence[tuple[dict[str, Any
 def _is_plain(task: IdempotentTask[..., Any], delivery: Delivery) -> bool:
     """Whether a delivery is the first of its message, and nothing has to be asked before its claim."""
     if delivery.resent or delivery.is_revoked or delivery.eta is not None or task.may_vary(delivery.headers):
-        return False
-    settings = runtime_of(task.app).settings
-    if delivery.signed_at is not None and delivery.signed_at < time.time() - settings.redelivery_horizon / 2:
         return False
     return not is_under_another(delivery)
 

@@ -14,7 +14,10 @@ from celery.app.trace import trace_task_ret
 from psycopg import sql
 from sqlalchemy import Engine, text
 
-from idempotency import IdempotentTask
+from idempotency import IdempotentTask, OperationId
+from idempotency.application import runtime_of
+from idempotency.store import batches
+from idempotency.wire.delivery import Delivery
 from idempotency.worker.batch import run_batch
 from tests.support.bank import INSERT
 from tests.support.deliveries import request_of
@@ -165,3 +168,19 @@ def test_a_soft_time_limit_puts_all_back(bank: Celery, engine: Engine) -> None:
     task = batched(bank, body)
     assert run(bank, task, *(message(bank, task, f"e{n}") for n in range(3))) == [None, None, None]
     assert (entered, accounts(engine)) == (["e0", "e1"], {})
+
+
+def test_what_is_too_old_by_the_databases_clock_joins_no_batch(bank: Celery, engine: Engine) -> None:
+    """Whatever the worker's clock says: it may be a copy of an operation that is purged, and is asked about alone."""
+    day = 86400.0
+    with engine.connect() as connection:
+        now = connection.execute(text("SELECT extract(epoch FROM clock_timestamp())::float8")).scalar_one()
+    ages = {"unsigned": None, "young": now - day / 2, "old": now - 1.25 * day}
+    deliveries = [
+        Delivery(OperationId("default", "t", key), "f" * 64, {}, message="{}", signed_at=at) for key, at in ages.items()
+    ]
+    with runtime_of(bank).autocommit() as connection:
+        claimed = batches.claim_new(
+            connection, deliveries, ["a", "b", "c"], service="bank", holder="h", lease=30.0, horizon=day
+        )
+    assert claimed.keys() == {"unsigned", "young"}
