@@ -17,6 +17,7 @@ import pytest
 
 from demo.checking import (
     CAPTURE,
+    LOOK_AGAIN,
     MAIL,
     REFUND,
     SUPPORT,
@@ -291,6 +292,7 @@ def books(
             for key in (
                 (CAPTURE, "p-1"),
                 (REFUND, "r-1"),
+                (LOOK_AGAIN, "event-2"),
                 *((task, event_id) for task in (MAIL, WEBHOOKS) for event_id in told.values()),
             )
         },
