@@ -13,10 +13,12 @@ from typing import Any
 
 from celery import Celery
 from sqlalchemy import Engine, create_engine, text
+from sqlalchemy.exc import OperationalError
 from sqlalchemy.orm import Session
 
 from idempotency import publish
 from idempotency.application import close_runtime, runtime_of
+from idempotency.attempt.endings import DEADLOCK_DETECTED
 from tests.saga_deploy import books
 from tests.saga_deploy.application import NEW, OLD, REPAIRED, make, prepare
 from tests.saga_deploy.books import EVENT_OF, Book
@@ -193,8 +195,17 @@ class Deploy:
         self._published.update(things)
 
     def pass_time(self, hours: int) -> None:
-        with self.engine.connect() as connection:
-            connection.execute(text(_PASS), {"hours": hours})
+        def passes() -> bool:
+            with self.engine.connect() as connection:
+                try:
+                    connection.execute(text(_PASS), {"hours": hours})
+                except OperationalError as error:
+                    if getattr(error.orig, "sqlstate", None) != DEADLOCK_DETECTED:
+                        raise
+                    return False  # with a relay, which locks rows of the outbox in another order
+            return True
+
+        eventually(passes, what="time passes")
 
     # ------------------------------------------------------------ what is seen
 
