@@ -148,7 +148,8 @@ def refund_failed(session: Session, operation: Operation, error: PermanentError)
     failed = _refund_failed(error)
     if failed is not None and payment is not None:
         note_failure(session, refund, payment, failed.id, failed.code, failed.effect_key)
-        if (taken := _other_refund(session, refund, failed.id)) is not None and taken.status == "refunded":
+        taken = _other_refund(session, refund, failed.id)
+        if taken is not None and (taken.payment_id, taken.status) == (payment.id, "refunded"):
             reverse(session, taken, failed.code)  # a person has taken it for that one
     if refund.status in MADE:
         # Reported as made, and the provider itself says by now that it has failed. A person's word does not undo its report,
@@ -355,7 +356,9 @@ def _other_refund(session: Session, refund: Refund, provider_refund_id: str) -> 
     others = select(Refund).where(
         Refund.tenant == refund.tenant,
         Refund.id != refund.id,
-        ((Refund.gateway == payment.gateway) & (Refund.provider_refund_id == provider_refund_id))
+        # of one payment whatever the row says: code of before has written none
+        ((Refund.gateway == payment.gateway) | (Refund.payment_id == payment.id)),
+        (Refund.provider_refund_id == provider_refund_id)
         | (Refund.is_at_site & (Refund.id == at_site(payment.gateway, provider_refund_id))),
     )
     return session.scalars(others.limit(1).with_for_update()).first()

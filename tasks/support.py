@@ -32,7 +32,11 @@ def _look(self: IdempotentTask, event: dict[str, Any]) -> None:
     # from the rows, because events of one payment may be handled in either order
     payment = self.session.get_one(Payment, (self.tenant, event["data"]["payment_id"]), with_for_update=True)
     is_kept = payment.order_status == "cancelled" and is_owed(self.session, payment)
-    is_kept = is_kept or (payment.refunded < payment.amount and has_refund(self.session, payment, "reversed"))
+    # what was given back and has come back is owed until all is given back for good
+    is_owed_again = has_refund(self.session, payment, "reversed") and (
+        is_owed(self.session, payment) or has_refund(self.session, payment, "reserved")
+    )
+    is_kept = is_kept or is_owed_again
     code = payment.failure or ("refund_failed" if is_kept else "recovered")
     self.session.merge(SupportCase(tenant=self.tenant, payment_id=payment.id, code=code))
 

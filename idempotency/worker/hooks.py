@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable
-from copy import deepcopy
+from copy import copy, deepcopy
 from typing import Any
 
 from billiard.exceptions import SoftTimeLimitExceeded
@@ -71,20 +71,28 @@ def _entrance(own: Callable[..., Any], base: Any) -> Callable[..., Any]:
 
 
 def run_in_attempt(task: Any) -> Any:
-    """Run the task's own `before_start`, and its body, through its own `__call__` if it has one."""
+    """Run the task's own `before_start`, and its body, through its own `__call__` if it has one.
+
+    Their arguments are a copy: what they change there is not what `on_failed` is told, nor what they get if they run again.
+    """
     request = task.request
     if task.tracks_attempts and not request.is_eager and not _ignores_result(task, request):
         _store_started(task, request)
-    args, kwargs = _own(request.args), _own(request.kwargs)
-    if task.own_before_start is not None:
-        task.own_before_start(request.id, args, kwargs)
-    return (task.run if task.own_call is None else task.own_call)(*args, **kwargs)
+    sent = request.args, request.kwargs
+    request.args, request.kwargs = _copied(sent[0]), _copied(sent[1])
+    try:
+        if task.own_before_start is not None:
+            task.own_before_start(request.id, request.args, request.kwargs)
+        if task.own_call is None:
+            return task.run(*request.args, **request.kwargs)
+        return task.own_call(*request.args, **request.kwargs)
+    finally:
+        request.args, request.kwargs = sent
 
 
-def _own(sent: Any) -> Any:
-    """The body's own copy: what it changes there is not what `on_failed` is told, nor what it gets if it runs again."""
+def _copied(sent: Any) -> Any:
     values = sent.values() if isinstance(sent, dict) else sent
-    return sent if all(isinstance(value, SCALARS) for value in values) else deepcopy(sent)
+    return copy(sent) if all(isinstance(value, SCALARS) for value in values) else deepcopy(sent)
 
 
 def _ignores_result(task: Any, request: Any) -> bool:

@@ -68,3 +68,21 @@ def test_a_body_that_runs_again_after_a_lost_commit_gets_its_arguments_as_they_w
 
     assert deliveries.deliver(make_task(bank, body), [1, 2], key="k").state == "SUCCESS"
     assert seen == [[1, 2]] * 2
+
+
+@pytest.mark.parametrize("lines", [[1], 1])
+def test_what_before_start_gives_the_request_reaches_the_body(bank: Celery, deliveries: Deliveries, lines: Any) -> None:
+    seen = []
+
+    class Discounted(IdempotentTask):
+        abstract = True
+
+        def before_start(self, task_id: str, args: Any, kwargs: Any) -> None:
+            self.request.kwargs["discount"] = 10
+
+    def body(self: Any, lines: Any, discount: int = 0) -> None:
+        seen.append(discount)
+
+    task = bank.task(base=Discounted, bind=True, name=f"test.{id(body)}", shared=False)(body)
+    deliveries.deliver(task, key="k", lines=lines)
+    assert seen == [10]

@@ -184,3 +184,23 @@ def test_what_is_too_old_by_the_databases_clock_joins_no_batch(bank: Celery, eng
             connection, deliveries, ["a", "b", "c"], service="bank", holder="h", lease=30.0, horizon=day
         )
     assert claimed.keys() == {"unsigned", "young"}
+
+
+class InCents(IdempotentTask):
+    abstract = True
+
+    def before_start(self, task_id: str, args: Any, kwargs: Any) -> None:
+        kwargs["amount"] *= 100
+
+
+def test_what_before_start_changes_is_changed_once_for_each_run_of_the_body(bank: Celery, engine: Engine) -> None:
+    def body(self: Any, account: str, amount: int) -> None:
+        put(self, account, amount)
+        if account == "e3":
+            raise ValueError("bad")
+
+    options: dict[str, Any] = {"key": "{account}", "batch": 10, "max_attempts": 1}
+    task = bank.task(base=InCents, bind=True, name=f"test.{id(body)}", shared=False, **options)(body)
+    sent = [json.dumps([[], {"account": f"e{n}", "amount": 5}, {}]) for n in range(4)]
+    run(bank, task, *(message(bank, task, body=each) for each in sent))
+    assert accounts(engine) == {"e0": [500], "e1": [500], "e2": [500]}

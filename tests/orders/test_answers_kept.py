@@ -6,8 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from sqlalchemy import text
 
-from idempotency import Happened, StillUnknown
+from idempotency import DidNotHappen, Happened, StillUnknown
 from tests.orders.shop import Shop
 from tests.orders.test_money_concluded import CASE, KEY, LOST, has_failed
 from tests.orders.test_one_object_once import in_doubt
@@ -147,3 +148,57 @@ def test_a_case_ends_once_all_was_given_back_after_all(shop: Shop) -> None:
     refund(shop, order, 1000)
     shop.run()
     assert (posted_net(shop, order), shop.one(CASE, id=order)[0]) == (0, "recovered")
+
+
+def in_doubt_of(shop: Shop, order: str, amount: int = 400) -> str:
+    """A refund whose call got no answer, and which a person has given up."""
+    id = refund(shop, order, amount)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shop.provider, "refund", lost)
+        for sent in [each for each in shop.waiting() if each.row.key == id]:
+            shop.deliver(sent)
+    give_up(shop, id)
+    return id
+
+
+@pytest.mark.parametrize("others", [400, 0])
+def test_a_case_stays_while_what_may_be_given_back_is_in_doubt(shop: Shop, others: int) -> None:
+    """A refund has come back; all that is owed is in doubt or given back; and then that in doubt was not made."""
+    amount = 1000 - others
+    order, charge = captured(shop)
+    one = refund(shop, order, amount)
+    shop.run()
+    there = shop.one("SELECT provider_refund_id FROM refunds WHERE id = :id", id=one)[0]
+    assert settle(shop, of_refund(order, one, charge, "failed", there, amount)) == ["applied"]
+    again = in_doubt_of(shop, order, amount)
+    if others:
+        refund(shop, order, others)
+    shop.run()
+    assert shop.one(CASE, id=order)[0] == "refund_failed"
+    resolve(shop, again, DidNotHappen(), end=True)
+    shop.run()
+    assert (row_of(shop, again)[0], posted_net(shop, order), shop.one(CASE, id=order)[0]) == (
+        "refused",
+        amount,
+        "refund_failed",
+    )
+
+
+@pytest.mark.parametrize("is_of_code_before", [True, False])
+def test_one_refund_of_another_provider_is_not_posted_as_two(shop: Shop, is_of_code_before: bool) -> None:
+    """Code of migration 0005 has written no provider, which counts as Stripe."""
+    order = shop.order()
+    shop.run("capture_payment")
+    assert settle(shop, report(f"ch-{order}", "succeeded", order, gateway="payment")) == ["applied"]
+    shop.run()
+    made = Happened({"id": f"re-{order}", "amount": 400, "currency": "EUR", "status": "succeeded"})
+    one, other = "", ""
+    for number in range(2):
+        one, other = other, in_doubt_of(shop, order)
+        resolve(shop, other, made)
+        shop.replay(other)
+        shop.run()
+        if number == 0 and is_of_code_before:
+            with shop.books.begin() as connection:
+                connection.execute(text("UPDATE refunds SET gateway = DEFAULT WHERE id = :id"), {"id": other})
+    assert (row_of(shop, one)[0], row_of(shop, other)[0], posted_net(shop, order)) == ("refunded", "unknown", 600)
