@@ -16,6 +16,7 @@ import psycopg
 from psycopg.rows import namedtuple_row
 from sqlalchemy import create_engine
 from sqlalchemy.engine import make_url
+from sqlalchemy.exc import OperationalError
 from sqlalchemy.orm import Session
 
 from idempotency import publish
@@ -234,7 +235,10 @@ class Stage:
         """The lease is over, although the attempt lives; all that is due then runs."""
         with self._lock:
             self._admin.execute(_EXPIRE)
-        recover(app)
+        try:
+            recover(app)
+        except OperationalError:  # its connection was cut meanwhile: the next pass
+            recover(app)
         for _ in range(4):
             with self._lock:
                 due = self._admin.execute(_DUE).fetchone()
