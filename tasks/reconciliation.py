@@ -126,13 +126,11 @@ def _compare(session: Session, kind: Kind, id: str, moved: Moved | None) -> Diff
 
 def _posted(row: Any, moved: Moved | None, *, is_one: bool) -> str:
     """What is in our ledger, and of what, unless that is what the provider says, too."""
-    is_named = moved is not None and moved.name is not None
-    if is_named and moved is not None and (row.tenant, row.name) != (moved.tenant, moved.name):
-        is_one = False
-    of = "" if is_one else f" of {row.name}"
+    posted = f"{row.amount} {row.currency.upper()}"
     if moved is not None and row.charge_id != moved.charge_id:
-        of = f" of {row.name}, charged as {row.charge_id}"
-    return f"{row.amount} {row.currency.upper()}{of}"
+        return f"{posted} of {row.name}, charged as {row.charge_id}"
+    is_named_so = moved is None or moved.name is None or (row.tenant, row.name) == (moved.tenant, moved.name)
+    return posted if is_one and is_named_so else f"{posted} of {row.name}"
 
 
 def _moved(kind: Kind, since: datetime, until: datetime) -> Iterator[Moved]:

@@ -242,7 +242,7 @@ def conclude(
     """The buyer has all of the money, and the goods are booked; or it is left to a person. A refund may have come back by now."""
     row = _locked(session, return_id, tenant)
     payment = _payment_of(session, row)
-    # another refund that is under way may still come to nothing, and nobody would look then
+    # another refund that is under way may still fail, and nobody would notice
     if is_owed(session, payment) or has_refund(session, payment, "reserved"):
         problems = [*problems, REFUND_FAILED]
     if problems:

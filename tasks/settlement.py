@@ -61,7 +61,7 @@ def settle(session: Session, report: Report) -> Settled:
     """
     _lock(session, report.gateway, report.charge_id)
     if report.refund_id is not None and session.get(Refund, (report.tenant, report.refund_id)) is None:
-        report = replace(report, refund_id=None)  # a name of somebody else's: ours has a row before its first call
+        report = replace(report, refund_id=None)  # not ours: a refund of ours has a row before its first call
     if not insert_unless_there(session, PaymentEvent, asdict(report)):
         completed = _completed(session, report)
         if completed is None:
@@ -91,7 +91,7 @@ def _completed(session: Session, report: Report) -> Report | None:
         if getattr(event, name) is None and (said := getattr(report, name)) is not None
     }
     if "payment_id" in told and session.get(Payment, (report.tenant, told["payment_id"])) is None:
-        del told["payment_id"]  # a name of somebody else's
+        del told["payment_id"]  # not ours
     if not told or (event.payment_id is not None and report.payment_id not in (None, event.payment_id)):
         return None
     for name, said in told.items():

@@ -25,7 +25,7 @@ INSERT INTO idempotency.records
 SELECT %(tenant)s, %(task)s, key, 'started', pg_catalog.nextval('idempotency.fence'), token,
        clock_timestamp() + make_interval(secs => %(lease)s), %(holder)s, fingerprint, message, queue, %(service)s
 FROM given
--- what may be a copy of an operation that is purged has an answer of its own, too
+-- an older message may be a copy whose operation is purged: it is asked about alone
 WHERE (to_timestamp(signed_at) < clock_timestamp() - make_interval(secs => %(horizon)s)) IS NOT TRUE
 -- in one order everywhere: two batches with the same keys would otherwise wait for each other
 ORDER BY key

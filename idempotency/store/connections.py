@@ -129,8 +129,8 @@ FRESH = 1.0
 class KeptConnection:
     """A connection in AUTOCOMMIT mode that a process with one thread keeps from one statement to the next.
 
-    To take it from its pool and return it costs about as much as a claim itself. It is kept only while no other thread uses the
-    engine, so none ever waits in the pool for it.
+    To take it from its pool and return it costs about as much as a claim itself. It is kept only while no other thread
+    uses the engine, so none ever waits in the pool for it.
     """
 
     def __init__(self, engine: Engine) -> None:

@@ -206,8 +206,8 @@ class TransactionCursor(psycopg.Cursor[Any]):
 def begin_on_clean_connections(engine: Engine) -> None:
     """Let the engine's transactions begin by `CheckedConnection.begin`, which undoes what an earlier one has SET.
 
-    With `pool_pre_ping`, one begins as soon as a connection is taken from the pool. If its server has gone, the
-    pool replaces it. This needs no round trip of its own.
+    With `pool_pre_ping`, one begins as soon as a connection is taken from the pool, which replaces a connection whose server
+    has gone. The check is that BEGIN, and no further round trip.
     """
 
     @event.listens_for(engine, "connect")

@@ -20,7 +20,7 @@ from celery.states import STARTED
 from ..errors import SettingsError
 from ..observe.logs import log
 
-# What nobody can change.
+# Immutable types, of which a shallow copy is enough.
 SCALARS = (str, int, float, bool, bytes, type(None))
 
 

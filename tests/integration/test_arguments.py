@@ -1,4 +1,4 @@
-"""A body's arguments are its own: what it changes in them, nobody else sees, nor a second run of it."""
+"""A body gets a copy of its arguments: changes to it reach neither `on_failed` nor a second run."""
 
 from __future__ import annotations
 

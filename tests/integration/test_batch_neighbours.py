@@ -186,6 +186,16 @@ def test_what_is_too_old_by_the_databases_clock_joins_no_batch(bank: Celery, eng
     assert claimed.keys() == {"unsigned", "young"}
 
 
+def test_a_batch_drops_no_hint_that_its_claims_have_not_left(bank: Celery, engine: Engine) -> None:
+    def body(self: IdempotentTask, account: str) -> None:
+        put(self, account)
+
+    task = batched(bank, body)
+    run(bank, task, *(message(bank, task, f"e{n}") for n in range(3)))
+    assert accounts(engine) == {"e0": [1], "e1": [1], "e2": [1]}
+    assert not runtime_of(bank).hints._dropped
+
+
 class InCents(IdempotentTask):
     abstract = True
 

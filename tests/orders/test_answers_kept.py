@@ -1,4 +1,4 @@
-"""What the provider has answered holds like a report, whichever comes first; names of somebody else's change nothing."""
+"""An answer of the provider counts like a report, in whichever order they come; names that are not ours change nothing."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from sqlalchemy import text
 from idempotency import DidNotHappen, Happened, StillUnknown
 from tests.orders.shop import Shop
 from tests.orders.test_money_concluded import CASE, KEY, LOST, has_failed
-from tests.orders.test_one_object_once import in_doubt
 from tests.orders.test_provider_doubts import pay
 from tests.orders.test_reconciliation import found
 from tests.orders.test_report_doubts import of_refund, posted_net, silent_refund
 from tests.orders.test_reports import captured, operation, refund, report, settle
-from tests.orders.test_reserved import give_up, lost, resolve, row_of
+from tests.orders.test_reserved import give_up, in_doubt, lost, resolve, row_of
 
 
 @pytest.fixture(autouse=True)
@@ -150,17 +149,6 @@ def test_a_case_ends_once_all_was_given_back_after_all(shop: Shop) -> None:
     assert (posted_net(shop, order), shop.one(CASE, id=order)[0]) == (0, "recovered")
 
 
-def in_doubt_of(shop: Shop, order: str, amount: int = 400) -> str:
-    """A refund whose call got no answer, and which a person has given up."""
-    id = refund(shop, order, amount)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shop.provider, "refund", lost)
-        for sent in [each for each in shop.waiting() if each.row.key == id]:
-            shop.deliver(sent)
-    give_up(shop, id)
-    return id
-
-
 @pytest.mark.parametrize("others", [400, 0])
 def test_a_case_stays_while_what_may_be_given_back_is_in_doubt(shop: Shop, others: int) -> None:
     """A refund has come back; all that is owed is in doubt or given back; and then that in doubt was not made."""
@@ -170,7 +158,7 @@ def test_a_case_stays_while_what_may_be_given_back_is_in_doubt(shop: Shop, other
     shop.run()
     there = shop.one("SELECT provider_refund_id FROM refunds WHERE id = :id", id=one)[0]
     assert settle(shop, of_refund(order, one, charge, "failed", there, amount)) == ["applied"]
-    again = in_doubt_of(shop, order, amount)
+    again = in_doubt(shop, shop.provider, order, amount)
     if others:
         refund(shop, order, others)
     shop.run()
@@ -194,7 +182,7 @@ def test_one_refund_of_another_provider_is_not_posted_as_two(shop: Shop, is_of_c
     made = Happened({"id": f"re-{order}", "amount": 400, "currency": "EUR", "status": "succeeded"})
     one, other = "", ""
     for number in range(2):
-        one, other = other, in_doubt_of(shop, order)
+        one, other = other, in_doubt(shop, shop.provider, order)
         resolve(shop, other, made)
         shop.replay(other)
         shop.run()

@@ -9,17 +9,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from pydantic import SecretStr
 
-from idempotency import DidNotHappen, Happened, OperationId, StillUnknown
-from idempotency.application import runtime_of, settings_of
+from idempotency import DidNotHappen, Happened, StillUnknown
 from idempotency.attempt import effects
 from tests.orders.shop import Shop
 from tests.orders.test_provider_doubts import pay
 from tests.orders.test_report_doubts import of_refund, posted_net, silent_refund
 from tests.orders.test_reports import captured, operation, refund, report, settle
-from tests.orders.test_reserved import give_up, lost, refunded, resolve, row_of
-from tests.orders.test_webhooks import NEW, SHARED
+from tests.orders.test_reserved import give_up, lost, refunded, resolve, row_of, take_for_the_charge_of
 
 LOST = "lost_or_stolen_card"
 KEY = (
@@ -29,12 +26,8 @@ CASE = "SELECT code FROM support_cases WHERE payment_id = :id"
 
 
 @pytest.fixture(autouse=True)
-def _fresh(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
-    import celeryconfig
-
+def _fresh(shop: Shop) -> None:
     shop.forget()
-    monkeypatch.setattr(celeryconfig.environment, "payment_webhook_secrets", SecretStr(SHARED))
-    monkeypatch.setattr(celeryconfig.environment, "stripe_webhook_secrets", SecretStr(NEW))
 
 
 def has_failed(there: str) -> DidNotHappen:
@@ -140,8 +133,6 @@ def test_a_refund_that_is_found_to_have_failed_is_reversed(shop: Shop, dies: boo
 @pytest.mark.parametrize("names_payment_first", [False, True])
 def test_a_report_that_names_our_refund_counts_after_one_that_did_not(shop: Shop, names_payment_first: bool) -> None:
     """`payment_id` and `refund_id` are optional. The provider cannot be asked, so the report is all that there is."""
-    from tasks.gateway import GatewayError
-
     order, charge, refund_id, there = silent_refund(shop)
     bare = of_refund(order, None, charge, "succeeded", there)
     if not names_payment_first:
@@ -149,11 +140,8 @@ def test_a_report_that_names_our_refund_counts_after_one_that_did_not(shop: Shop
     assert settle(shop, bare) == ["waiting"]
     named = settle(shop, of_refund(order, refund_id, charge, "succeeded", there))
 
-    def lost(**_: Any) -> Any:
-        raise GatewayError("no answer")
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shop.provider, "refund", lost, raising=False)
+        patch.setattr(shop.provider, "refund", lost)
         patch.setattr(shop.provider, "find_refund", lambda **_: StillUnknown())
         shop.run()
     ended = operation(shop, refund_id)
@@ -318,27 +306,13 @@ def test_two_payments_whose_charge_is_one_are_not_both_posted(shop: Shop) -> Non
 
 
 def test_a_report_after_a_persons_wrong_word_posts_no_charge_twice(shop: Shop) -> None:
-    from idempotency.operate.cancel import cancel
-    from idempotency.operate.change import read
-    from idempotency.operate.resolve import resolve_effect
-    from tests.support.operators import ANN
-
     one, other = pay(shop), pay(shop)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shop.provider, "capture", lost)
         for sent in [each for each in shop.waiting() if each.row.key in (one, other)]:
             shop.deliver(sent)
     charge = f"ch_x{other}"
-    with shop.operating():
-
-        def seen() -> Any:
-            id = OperationId("default", "payments.capture_payment", one)
-            with runtime_of(shop.app).autocommit() as connection:
-                return read(connection, id, settings_of(shop.app).service)
-
-        cancel(shop.app, seen(), ANN, may_have_happened=True)
-        made = Happened({"id": charge, "amount": 1000, "currency": "EUR", "status": "succeeded"})
-        resolve_effect(shop.app, seen(), "capture", made, ANN)
+    take_for_the_charge_of(shop, one, charge)
     shop.replay(one)
     for sent in [each for each in shop.waiting() if each.row.key == one]:
         shop.deliver(sent)

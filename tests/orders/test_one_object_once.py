@@ -9,20 +9,15 @@ from uuid import uuid4
 import pytest
 from sqlalchemy import text
 
-from idempotency import Happened, OperationId
-from idempotency.application import runtime_of, settings_of
+from idempotency import Happened
 from idempotency.errors import InvalidResult
-from idempotency.operate.cancel import cancel
-from idempotency.operate.change import read
-from idempotency.operate.resolve import resolve_effect
 from idempotency.store.rights import RELAY
 from tests.orders.shop import Shop
 from tests.orders.test_provider_doubts import pay
 from tests.orders.test_reconciliation import found, paid
 from tests.orders.test_report_doubts import posted_net
 from tests.orders.test_reports import refund, report, settle
-from tests.orders.test_reserved import give_up, resolve, row_of
-from tests.support.operators import ANN
+from tests.orders.test_reserved import in_doubt, lost, resolve, row_of, take_for_the_charge_of
 
 
 def test_a_refund_at_the_site_of_any_tenant_is_no_difference(shop: Shop, gateway: Any) -> None:
@@ -36,22 +31,6 @@ def test_a_refund_at_the_site_of_any_tenant_is_no_difference(shop: Shop, gateway
     assert settle(shop, site) == ["applied"]
     assert posted_net(shop, order) == 700
     assert made.id not in found(shop)
-
-
-def in_doubt(shop: Shop, gateway: Any, order: str, amount: int = 400) -> str:
-    """A refund whose call was not answered, and which a person has given up."""
-    from tasks.gateway import GatewayError
-
-    refund_id = refund(shop, order, amount)
-
-    def unanswered(**_: Any) -> Any:
-        raise GatewayError("no answer")
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gateway, "refund", unanswered, raising=False)
-        shop.deliver(shop.waiting()[0])
-    give_up(shop, refund_id)
-    return refund_id
 
 
 def test_one_refund_is_not_posted_as_two_by_a_persons_word(shop: Shop, gateway: Any) -> None:
@@ -69,30 +48,14 @@ def test_one_refund_is_not_posted_as_two_by_a_persons_word(shop: Shop, gateway: 
 
 
 def test_one_charge_is_not_posted_for_two_payments_by_a_persons_word(shop: Shop, gateway: Any) -> None:
-    from tasks.gateway import GatewayError
-
     one, other = pay(shop), pay(shop)
-
-    def unanswered(**call: Any) -> Any:
-        raise GatewayError("no answer")
-
     shop.deliver(shop.waiting()[0])
     charge = shop.one("SELECT charge_id FROM payments WHERE id = :id", id=one)[0]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gateway, "capture", unanswered, raising=False)
+        patch.setattr(gateway, "capture", lost)
         (mine,) = [sent for sent in shop.waiting() if sent.row.key == other]
         shop.deliver(mine)
-    with shop.operating():
-
-        def seen() -> Any:
-            with runtime_of(shop.app).autocommit() as connection:
-                return read(
-                    connection, OperationId("default", "payments.capture_payment", other), settings_of(shop.app).service
-                )
-
-        cancel(shop.app, seen(), ANN, may_have_happened=True)
-        result = {"id": charge, "amount": 1000, "currency": "EUR", "status": "succeeded"}
-        resolve_effect(shop.app, seen(), "capture", Happened(result), ANN)
+    take_for_the_charge_of(shop, other, charge)
     shop.replay(other)
     shop.run()
     assert shop.one("SELECT status FROM payments WHERE id = :id", id=other)[0] == "unknown"

@@ -68,14 +68,34 @@ def lost(**_: Any) -> Any:
     raise GatewayError("no answer")
 
 
+def in_doubt(shop: Shop, provider: Any, order: str, amount: int = 400) -> str:
+    """A refund whose call to the provider has got no answer, and which a person has given up."""
+    refund_id = refund(shop, order, amount)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(provider, "refund", lost)
+        shop.deliver(next(sent for sent in shop.waiting() if sent.row.key == refund_id))
+    give_up(shop, refund_id)
+    return refund_id
+
+
+def take_for_the_charge_of(shop: Shop, payment_id: str, charge: str) -> None:
+    """A person gives up a charge in doubt, and says that it is this one."""
+
+    def seen() -> Any:
+        id = OperationId("default", "payments.capture_payment", payment_id)
+        with runtime_of(shop.app).autocommit() as connection:
+            return read(connection, id, settings_of(shop.app).service)
+
+    with shop.operating():
+        cancel(shop.app, seen(), ANN, may_have_happened=True)
+        made = Happened({"id": charge, "amount": 1000, "currency": "EUR", "status": "succeeded"})
+        resolve_effect(shop.app, seen(), "capture", made, ANN)
+
+
 def unanswered_refund(shop: Shop) -> tuple[str, str]:
     """A refund that the provider has not made, whose call got no answer, and which a person has given up: order and refund."""
     order, _ = captured(shop)
-    refund_id = refund(shop, order)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shop.provider, "refund", lost)
-        shop.deliver(shop.waiting()[0])
-    give_up(shop, refund_id)
+    refund_id = in_doubt(shop, shop.provider, order)
     assert (row_of(shop, refund_id)[0], refunded(shop, order)) == ("unknown", 400)
     return order, refund_id
 

@@ -18,11 +18,9 @@ from idempotency.operate.people import Person
 from idempotency.operate.resolve import resolve_effect
 from idempotency.sagas import saga
 from idempotency.wire.keys import OperationId
-from tests.sagas.application import enter
+from tests.sagas.application import enter, paid_once_picked
 from tests.sagas.conftest import Stage
 from tests.support.operators import ANN, act
-
-CANARY = "canary-7f3a"
 
 
 def finished_first(stage: Stage) -> Any:
@@ -33,36 +31,33 @@ def finished_first(stage: Stage) -> Any:
     return stage.enqueue(first, "r1")
 
 
-def test_the_event_of_a_running_saga_is_kept_however_its_key_is_joined(stage: Stage) -> None:
-    @saga("second", key="shop-{id}", events={"picked": "{id}"}, app=stage.app)
-    def second(saga: Any, id: str) -> Any:
-        saga.sleep(3600)
-        if saga.wait_for("picked", match=id, timeout=timedelta(days=5)) is None:
-            raise PermanentError("never picked", "not_picked")
-        saga.step("pay", enter, "paid")
+def erase_first(stage: Stage) -> None:
+    erase(stage.app, OperationId("default", "first", "r1"), ANN)
 
+
+def check_kept(stage: Stage) -> None:
+    with pytest.raises(ChangeRefused, match="may come to wait for the same events"):
+        erase_first(stage)
+
+
+def test_the_event_of_a_running_saga_is_kept_however_its_key_is_joined(stage: Stage) -> None:
+    second = paid_once_picked(stage, key="shop-{id}", entity=None, pause=3600)
     one, two = finished_first(stage), stage.enqueue(second, "r1")
     stage.run()
     stage.publish("picked", {"id": "r1"})
     stage.run()
     assert (one.status(), two.status()) == ("completed", "released")
-    with pytest.raises(ChangeRefused, match="may come to wait for the same events"):
-        erase(stage.app, OperationId("default", "first", "r1"), ANN)
+    check_kept(stage)
     stage.pass_time(3700)
     stage.run()
     stage.pass_time(6 * 86400)
     stage.run()
     assert (two.status(), stage.accounts()) == ("completed", ["paid"])
-    erase(stage.app, OperationId("default", "first", "r1"), ANN)
+    erase_first(stage)
 
 
 def test_the_event_of_a_saga_that_has_not_begun_is_kept(stage: Stage) -> None:
-    @saga("second", key="{id}", entity="id", events={"picked": "{id}"}, app=stage.app)
-    def second(saga: Any, id: str) -> Any:
-        if saga.wait_for("picked", match=id, timeout=timedelta(days=5)) is None:
-            raise PermanentError("never picked", "not_picked")
-        saga.step("pay", enter, "paid")
-
+    second = paid_once_picked(stage)
     one = finished_first(stage)
     stage.run()
     two = stage.enqueue(second, "r1")
@@ -70,27 +65,18 @@ def test_the_event_of_a_saga_that_has_not_begun_is_kept(stage: Stage) -> None:
     stage.publish("picked", {"id": "r1"})
     stage.run()
     assert (one.status(), two.status()) == ("completed", "accepted")
-    with pytest.raises(ChangeRefused, match="may come to wait for the same events"):
-        erase(stage.app, OperationId("default", "first", "r1"), ANN)
+    check_kept(stage)
     stage.pass_time(3700)
     stage.run()
     stage.pass_time(6 * 86400)
     stage.run()
     assert (two.status(), stage.accounts()) == ("completed", ["paid"])
-    erase(stage.app, OperationId("default", "first", "r1"), ANN)
+    erase_first(stage)
 
 
 def test_the_event_of_a_saga_that_is_replayed_is_kept(stage: Stage) -> None:
     fails = [True]
-
-    @saga("second", key="{id}", entity="id", events={"picked": "{id}"}, app=stage.app)
-    def second(saga: Any, id: str) -> Any:
-        if fails:
-            raise PermanentError("no", "no")
-        if saga.wait_for("picked", match=id, timeout=timedelta(days=5)) is None:
-            raise PermanentError("never picked", "not_picked")
-        saga.step("pay", enter, "paid")
-
+    second = paid_once_picked(stage, fails=fails)
     one, two = finished_first(stage), stage.enqueue(second, "r1")
     stage.run()
     fails.clear()
@@ -98,34 +84,24 @@ def test_the_event_of_a_saga_that_is_replayed_is_kept(stage: Stage) -> None:
     stage.run()
     assert (one.status(), two.status()) == ("completed", "failed")
     stage.replay("second")
-    with pytest.raises(ChangeRefused, match="may come to wait for the same events"):
-        erase(stage.app, OperationId("default", "first", "r1"), ANN)
+    check_kept(stage)
     stage.run()
     stage.pass_time(6 * 86400)
     stage.run()
     assert (two.status(), stage.accounts()) == ("completed", ["paid"])
-    erase(stage.app, OperationId("default", "first", "r1"), ANN)
+    erase_first(stage)
 
 
 def test_the_event_of_a_saga_whose_letter_is_open_is_kept(stage: Stage) -> None:
     fails = [True]
-
-    @saga("second", key="{id}", entity="id", events={"picked": "{id}"}, app=stage.app)
-    def second(saga: Any, id: str) -> Any:
-        if fails:
-            raise PermanentError("no", "no")
-        if saga.wait_for("picked", match=id, timeout=timedelta(days=5)) is None:
-            raise PermanentError("never picked", "not_picked")
-        saga.step("pay", enter, "paid")
-
+    second = paid_once_picked(stage, fails=fails)
     one, two = finished_first(stage), stage.enqueue(second, "r1")
     stage.run()
     fails.clear()
     stage.publish("picked", {"id": "r1"})
     stage.run()
     assert (one.status(), two.status()) == ("completed", "failed")
-    with pytest.raises(ChangeRefused, match="may come to wait for the same events"):
-        erase(stage.app, OperationId("default", "first", "r1"), ANN)
+    check_kept(stage)
     stage.replay("second")
     stage.run()
     assert (two.status(), stage.accounts()) == ("completed", ["paid"])
@@ -148,8 +124,7 @@ def test_the_event_that_a_saga_whose_letter_is_open_has_waited_for_is_kept(stage
     stage.run()
     assert (one.status(), two.status()) == ("completed", "failed")
     fails.clear()
-    with pytest.raises(ChangeRefused, match="may come to wait for the same events"):
-        erase(stage.app, OperationId("default", "first", "r1"), ANN)
+    check_kept(stage)
     stage.replay("second")
     stage.run()
     assert (two.status(), stage.accounts()) == ("completed", ["paid"])
@@ -171,16 +146,11 @@ def test_a_saga_of_another_application_is_not_in_the_way(stage: Stage) -> None:
     with stage.engine.begin() as connection:
         for table in ("records", "sagas", "outbox"):
             connection.execute(text(f"UPDATE idempotency.{table} SET service = 'other' WHERE task = 'second'"))
-    erase(stage.app, OperationId("default", "first", "r1"), ANN)
+    erase_first(stage)
 
 
 def test_the_event_of_a_saga_whose_message_died_is_kept(stage: Stage) -> None:
-    @saga("second", key="{id}", entity="id", events={"picked": "{id}"}, app=stage.app)
-    def second(saga: Any, id: str) -> Any:
-        if saga.wait_for("picked", match=id, timeout=timedelta(days=5)) is None:
-            raise PermanentError("never picked", "not_picked")
-        saga.step("pay", enter, "paid")
-
+    second = paid_once_picked(stage)
     one = finished_first(stage)
     stage.run()
     two = stage.enqueue(second, "r1")
@@ -188,8 +158,7 @@ def test_the_event_of_a_saga_whose_message_died_is_kept(stage: Stage) -> None:
     stage.publish("picked", {"id": "r1"})
     stage.run()
     assert one.status() == "completed"
-    with pytest.raises(ChangeRefused, match="may come to wait for the same events"):
-        erase(stage.app, OperationId("default", "first", "r1"), ANN)
+    check_kept(stage)
     stage.replay("second")
     stage.run()
     assert (two.status(), stage.accounts()) == ("completed", ["paid"])
@@ -212,7 +181,7 @@ def test_an_event_that_others_match_by_another_member_is_left(stage: Stage) -> N
     stage.publish("paid", {"customer": "c1"})
     stage.run()
     assert (one.status(), two.status()) == ("completed", "released")
-    erase(stage.app, OperationId("default", "first", "r1"), ANN)
+    erase_first(stage)
     stage.pass_time(3700)
     stage.run()
     assert (two.status(), stage.accounts()) == ("completed", ["paid"])
@@ -229,7 +198,7 @@ def test_a_plain_task_that_has_not_begun_is_not_in_the_way(stage: Stage) -> None
     stage.publish("picked", {"id": "r1"})
     stage.run()
     assert one.status() == "completed"
-    erase(stage.app, OperationId("default", "first", "r1"), ANN)
+    erase_first(stage)
 
 
 def test_an_answer_about_an_erased_operation_is_not_corrected(stage: Stage) -> None:

@@ -3,29 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from datetime import timedelta
 from typing import Any
 
 import pytest
 from celery import Celery
 
-from idempotency import PermanentError
-from idempotency.application import close_runtime
 from idempotency.operate.rename import rename_service
-from idempotency.sagas import saga
 from idempotency.store import renaming
 from idempotency.upkeep import maintenance
-from tests.sagas.application import enter
+from tests.integration.test_renaming import rename as set_name
+from tests.sagas.application import paid_once_picked
 from tests.sagas.conftest import Stage
 from tests.support.operators import ANN
-
-
-def set_name(app: Celery, name: str | None) -> None:
-    app.conf.changes.pop("idempotency_service", None)
-    app.conf.pop("idempotency_service", None)
-    if name is not None:
-        app.conf.idempotency_service = name
-    close_runtime(app)
 
 
 @pytest.fixture(autouse=True)
@@ -35,13 +24,7 @@ def named_as_before(bank: Celery) -> Iterator[None]:
 
 
 def waiting(stage: Stage) -> Any:
-    @saga("waiting", key="{id}", entity="id", events={"picked": "{id}"}, app=stage.app)
-    def waits(saga: Any, id: str) -> Any:
-        if saga.wait_for("picked", match=id, timeout=timedelta(days=5)) is None:
-            raise PermanentError("never picked", "not_picked")
-        saga.step("pay", enter, "paid")
-
-    handle = stage.enqueue(waits, "r1")
+    handle = stage.enqueue(paid_once_picked(stage), "r1")
     stage.run()
     return handle
 

@@ -8,18 +8,16 @@ from typing import Any
 import pytest
 from celery import Celery
 
-from idempotency.application import close_runtime
 from idempotency.operate.rename import rename_service
 from idempotency.testing import Outbox
+from tests.integration.test_renaming import rename
 from tests.support.operators import ANN
 
 
 @pytest.fixture(autouse=True)
 def named_as_before(bank: Celery) -> Iterator[None]:
     yield
-    bank.conf.changes.pop("idempotency_service", None)
-    bank.conf.pop("idempotency_service", None)
-    close_runtime(bank)
+    rename(bank, None)
 
 
 def test_endpoints_hear_of_events_after_a_rename(
@@ -30,8 +28,7 @@ def test_endpoints_hear_of_events_after_a_rename(
     Outbox(shop).run()
     before = [r for r in receiver.requests if r.document.get("type") == "order.paid"]
     assert (len(before), len(rows("deliveries"))) == (1, 1)
-    close_runtime(shop)
-    shop.conf.idempotency_service = "ledger"
+    rename(shop, "ledger")
     rename_service(shop, "bank", "ledger", ANN)
     happen("order.paid", "acme", id="2")
     Outbox(shop).run()
