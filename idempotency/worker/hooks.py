@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable
-from copy import copy, deepcopy
+from copy import deepcopy
 from typing import Any
 
 from billiard.exceptions import SoftTimeLimitExceeded
@@ -20,8 +20,8 @@ from celery.states import STARTED
 from ..errors import SettingsError
 from ..observe.logs import log
 
-# Immutable types, of which a shallow copy is enough.
-SCALARS = (str, int, float, bool, bytes, type(None))
+# A shallow copy of these is enough.
+IMMUTABLE = frozenset((str, int, float, bool, bytes, type(None)))
 
 
 def is_celerys_own(cls: type[Any]) -> bool:
@@ -91,8 +91,10 @@ def run_in_attempt(task: Any) -> Any:
 
 
 def _copied(sent: Any) -> Any:
-    values = sent.values() if isinstance(sent, dict) else sent
-    return copy(sent) if all(isinstance(value, SCALARS) for value in values) else deepcopy(sent)
+    is_by_name = isinstance(sent, dict)
+    if not IMMUTABLE.issuperset(map(type, sent.values() if is_by_name else sent)):
+        return deepcopy(sent)
+    return sent.copy() if is_by_name else sent[:]
 
 
 def _ignores_result(task: Any, request: Any) -> bool:
