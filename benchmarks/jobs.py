@@ -15,7 +15,7 @@ from idempotency import IdempotentTask
 from idempotency.queues import quorum_queue
 
 # What is compared has a queue each, so that a worker begins with one of them when it is told to.
-QUEUES = ("idle", "plain", "unique", "batch", "noop", "plain_outside", "outside", "celery_once", "powertools")
+QUEUES = ("idle", "plain", "unique", "each", "batch", "noop", "plain_outside", "outside", "celery_once", "powertools")
 INSERT = text("INSERT INTO jobs (job, number) VALUES (:job, :number)")
 
 app = Celery("benchmarks")
@@ -30,7 +30,7 @@ app.conf.update(
     task_routes={
         **{
             f"benchmarks.jobs.{queue}": {"queue": queue}
-            for queue in ("plain", "batch", "noop", "plain_outside", "outside")
+            for queue in ("plain", "each", "batch", "noop", "plain_outside", "outside")
         },
         "benchmarks.jobs.*": {"queue": "unique"},
         **{f"benchmarks.contenders.tasks.{queue}": {"queue": queue} for queue in ("celery_once", "powertools")},
@@ -63,6 +63,13 @@ def plain(number: int) -> dict[str, int]:
 def unique(self: IdempotentTask, number: int) -> dict[str, int]:
     """The same job as an idempotent task."""
     self.session.execute(INSERT, {"job": "unique", "number": number})
+    return {"number": number}
+
+
+@app.task(base=IdempotentTask, bind=True, key="{number}", batch=20, batch_commit="each")
+def each(self: IdempotentTask, number: int) -> dict[str, int]:
+    """The same job: up to twenty claimed together, and each in its own transaction and commit."""
+    self.session.execute(INSERT, {"job": "each", "number": number})
     return {"number": number}
 
 

@@ -15,7 +15,7 @@ OTHERS = ("plain", "dbos", "procrastinate", "powertools", "celery_once")
 def measure(contest: Contest, *, rounds: int, messages: int) -> Rates:
     """Jobs per second, by contender and round."""
     with contest.others() as (procrastinate, dbos):
-        celery = [contest.celery(name) for name in ("plain", "unique", "powertools", "celery_once")]
+        celery = [contest.celery(name) for name in ("plain", "unique", "each", "powertools", "celery_once")]
         sides = (*celery, procrastinate, dbos)
         with contest.started(*sides, messages=messages):
             return contest.race(sides, rounds=rounds, messages=messages, description="unique: ours and others in turns")

@@ -69,8 +69,9 @@ class Attempt:
 
     @property
     def has_hint(self) -> bool:
-        """Whether Redis may have a hint of this attempt."""
-        return not self.delivery.only_asked
+        """Whether Redis may have a hint of this attempt: of its claim, or of a renewal."""
+        is_renewed = self._holding.renewed_at > self._holding.since
+        return not self.delivery.only_asked and (self.claim.has_hint or is_renewed)
 
     @property
     def released_as(self) -> tuple[Any, str] | None:

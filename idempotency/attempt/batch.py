@@ -1,11 +1,13 @@
-"""Many first attempts of one task in one transaction: claimed by one statement, completed by one, committed once.
+"""Many first attempts of one task, claimed by one statement; and, if they are to, run and completed in one transaction.
 
+    answers = claim_together(runtime, deliveries)
     answers = run_together(runtime, deliveries, policy, body)
 
-Only what is plain is done here: operations that have no record yet, whose bodies write to their session and return. For
-everything else (an error, an effect, a step, a duplicate, a lost lease, a commit without an answer) the answer is the
-token under which it is claimed, or may be, and the caller runs it alone by `run` with that token, which asks the record.
-So a body may run up to three times for one attempt; what it wrote before is rolled back.
+Claimed together are operations that have no record yet, and those that have been completed are answered; the caller runs
+each claim by `run`, in a transaction of its own. Only what is plain is run together: bodies that write to their session and
+return. For everything else (an error, an effect, a step, a duplicate, a lost lease, a commit without an answer) the answer
+is the token under which it is claimed, or may be, and the caller runs it alone by `run` with that token, which asks the
+record. So a body that shares a transaction may run up to three times for one attempt; what it wrote before is rolled back.
 """
 
 from __future__ import annotations
@@ -14,24 +16,27 @@ import re
 import secrets
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from billiard.exceptions import SoftTimeLimitExceeded
 from sqlalchemy import Connection, text
-from sqlalchemy.exc import IntegrityError
+from sqlalchemy.exc import DBAPIError, IntegrityError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
 
-from ..errors import IdempotencyError
+from ..errors import IdempotencyError, LeaseLost
 from ..framework import Framework, framework
 from ..observe import metrics
 from ..observe.crash_points import crash_point
 from ..observe.logs import log
 from ..store import batches
+from ..store.answers import Claimed, Completed
 from ..store.statements import describe
 from ..wire import results
 from ..wire.delivery import Delivery
 from .attempt import Attempt
 from .endings import Finished
+from .heartbeat import Holding
 from .policy import Policy
 from .runtime import Runtime
 from .session import LEADING, sessions_of
@@ -48,6 +53,18 @@ class Answer:
 
     token: str
     finished: Finished | None = None
+    # It was completed before.
+    completed: Completed | None = None
+    # It is claimed, and the heartbeat renews this until it is run or given up.
+    holding: Holding | None = None
+
+    @property
+    def claim(self) -> Claimed | None:
+        """The claim that it can be run under; None: its record has to be asked."""
+        holding = self.holding
+        if holding is None or holding.taken:
+            return None
+        return replace(holding.claim, asked_at=holding.renewed_at, has_hint=holding.renewed_at > holding.since)
 
 
 class Alone(IdempotencyError):
@@ -59,11 +76,6 @@ class BatchedAttempt(Attempt):
 
     # Whether the body has rolled back past SQLAlchemy, and so what others had written.
     has_rolled_back = False
-
-    @property
-    def has_hint(self) -> bool:
-        """Only if it has lasted until a heartbeat: its claim leaves none."""
-        return super().has_hint and self._holding.renewed_at > self._holding.since
 
     def check_may_begin(self) -> None:
         self.leave()
@@ -86,9 +98,15 @@ def run_together(runtime: Runtime, deliveries: Sequence[Delivery], policy: Polic
     tokens = [secrets.token_hex(16) for _ in deliveries]
     done: dict[int, Finished] = {}
     attempts: dict[int, BatchedAttempt] = {}
+    completed: dict[str, Completed] = {}
     try:
         if type(framework()) is Framework:  # a framework's own connection is in one session at a time
-            attempts = _claim(runtime, deliveries, tokens, policy)
+            claims, completed = _ask(runtime, deliveries, tokens)
+            attempts = {
+                place: BatchedAttempt(runtime, claim, delivery, policy)
+                for place, delivery in enumerate(deliveries)
+                if (claim := claims.get(delivery.id.key)) is not None
+            }
             done = _Batch(runtime, attempts, policy, body).run()
     except SoftTimeLimitExceeded:
         raise
@@ -98,12 +116,57 @@ def run_together(runtime: Runtime, deliveries: Sequence[Delivery], policy: Polic
     finally:
         for attempt in attempts.values():
             attempt.close()
-    return [Answer(token, done.get(place)) for place, token in enumerate(tokens)]
+    return [
+        Answer(token, finished=done.get(place), completed=completed.get(delivery.id.key))
+        for place, (token, delivery) in enumerate(zip(tokens, deliveries, strict=True))
+    ]
 
 
-def _claim(
-    runtime: Runtime, deliveries: Sequence[Delivery], tokens: Sequence[str], policy: Policy
-) -> dict[int, BatchedAttempt]:
+def claim_together(runtime: Runtime, deliveries: Sequence[Delivery]) -> list[Answer]:
+    """Claim these deliveries of one task and tenant, with keys that differ, to be run one after the other.
+
+    The heartbeat renews the claims of those that wait. Whatever goes wrong, they are claimed alone.
+    """
+    tokens = [secrets.token_hex(16) for _ in deliveries]
+    claims: dict[str, Claimed] = {}
+    completed: dict[str, Completed] = {}
+    try:
+        claims, completed = _ask(runtime, deliveries, tokens)
+    except SoftTimeLimitExceeded:
+        raise
+    except Exception as error:
+        log.warning("batch_not_claimed", task=deliveries[0].id.task, many=len(deliveries), error=describe(error))
+    return [
+        Answer(token, completed=completed.get(delivery.id.key), holding=_held(runtime, claims.get(delivery.id.key)))
+        for token, delivery in zip(tokens, deliveries, strict=True)
+    ]
+
+
+def _held(runtime: Runtime, claim: Claimed | None) -> Holding | None:
+    if claim is None:
+        return None
+    holding = Holding(claim, claim.fingerprint, runtime.settings.lease)
+    runtime.heartbeat.hold(holding)
+    return holding
+
+
+def give_back(runtime: Runtime, delivery: Delivery, policy: Policy, answer: Answer) -> None:
+    """Give back a claim under which nothing has run, as if it had not been made: its message comes again."""
+    if (claim := answer.claim) is None:
+        return
+    attempt = Attempt(runtime, claim, delivery, policy)
+    try:
+        attempt.release(delay=0.0, error=None, give_back=True, forget=True)
+    except (LeaseLost, DBAPIError, PoolTimeout) as error:
+        log.warning("claim_not_given_back", error=type(error).__name__, **attempt.writes.names)
+    finally:
+        attempt.close()
+
+
+def _ask(
+    runtime: Runtime, deliveries: Sequence[Delivery], tokens: Sequence[str]
+) -> tuple[dict[str, Claimed], dict[str, Completed]]:
+    """The claims of those that have no record yet, and the answers of those that have been completed, by key."""
     runtime.check_open()
     id, settings = deliveries[0].id, runtime.settings
     with metrics.phase(id.task, "claim"), runtime.autocommit(id.tenant) as connection:
@@ -116,12 +179,11 @@ def _claim(
             lease=settings.lease,
             horizon=settings.redelivery_horizon,
         )
+        known = [each for each in deliveries if each.id.key not in claims]
+        completed = batches.completed(connection, known, service=settings.service) if known else {}
     metrics.claims.labels(id.task).inc(len(claims))
-    return {
-        place: BatchedAttempt(runtime, claim, delivery, policy)
-        for place, delivery in enumerate(deliveries)
-        if (claim := claims.get(delivery.id.key)) is not None
-    }
+    metrics.duplicates.labels(id.task).inc(len(completed))
+    return claims, completed
 
 
 class _Batch:

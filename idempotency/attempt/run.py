@@ -47,20 +47,24 @@ def run(
     patiently: Patience = at_once,
     new_attempt: Callable[[Runtime, Claimed, Delivery, Policy], Attempt] = Attempt,
     token: str | None = None,
+    claimed: Claimed | None = None,
 ) -> Outcome:
     """Claim the operation, run its body and commit the result; or answer from its record without running anything.
 
     `patiently` asks Postgres for as long as the caller can wait. Exceptions of the body are outcomes. Raises what
     `patiently` raises, the exception that ends the process (`SystemExit`, `KeyboardInterrupt`), and `IdempotencyError`
-    after `DOUBT_ROUNDS` rounds without an answer; and `RuntimeError` if the runtime is closed. `token`: under which the
-    operation may be claimed already, by a batch.
+    after `DOUBT_ROUNDS` rounds without an answer; and `RuntimeError` if the runtime is closed. By a batch, the operation
+    may be claimed already under a `token`, or is, as `claimed`.
     """
     runtime.check_open()
     is_in_doubt, ending = token is not None, None
     token = token or secrets.token_hex(16)
     for _ in range(DOUBT_ROUNDS):
-        with metrics.phase(delivery.id.task, "claim"):
-            answer = claim(runtime, delivery, token, patiently, again=is_in_doubt)
+        if claimed is not None:
+            answer, claimed = claimed, None
+        else:
+            with metrics.phase(delivery.id.task, "claim"):
+                answer = claim(runtime, delivery, token, patiently, again=is_in_doubt)
         is_in_doubt = True
         if not isinstance(answer, Claimed):
             return answer

@@ -30,6 +30,7 @@ class Claimed:
     revoked: bool = False  # this generation was revoked: end it, after a last look if an effect was begun
     fingerprint: str = ""  # as stored, perhaps by an older rule than the delivery's
     spent_at: int | None = None  # the first attempt that found all attempts used up
+    has_hint: bool = True  # Redis may have one of this claim
     # When the claim was sent, by this process's monotonic clock: the lease cannot have begun earlier.
     asked_at: float = field(default_factory=time.monotonic)
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from sqlalchemy import Connection
 
 from ..wire.delivery import Delivery
-from .answers import Claimed
+from .answers import Claimed, Completed
 from .ends import RESPONSE_COMPLETED
 from .record import idle_ms
 from .statements import execute
@@ -33,6 +33,18 @@ ON CONFLICT (tenant, task, key) DO NOTHING
 RETURNING key, fence, token, attempts, generation, fingerprint,
     -- nothing is acknowledged because of it, as with a single claim that is new
     set_config('synchronous_commit', 'off', true)
+"""
+
+# What a single claim answers for those: as there, by the record alone.
+_COMPLETED = """
+WITH given AS MATERIALIZED (
+    SELECT * FROM unnest(%(keys)b::text[], %(fingerprints)b::text[]) AS g(key, fingerprint)
+)
+SELECT given.key, known.result FROM given CROSS JOIN LATERAL (
+    SELECT r.result FROM idempotency.records r
+    WHERE r.tenant = %(tenant)s AND r.task = %(task)s AND r.key = given.key
+      AND r.status = 'completed' AND r.service = %(service)s AND r.fingerprint = given.fingerprint
+) known
 """
 
 # As of a single end: a holder that freezes before COMMIT is disconnected within half a lease, and the commit is flushed. The
@@ -111,10 +123,28 @@ def claim_new(
             0.0,
             {},
             fingerprint=row.fingerprint,
+            has_hint=False,
             asked_at=asked_at,
         )
         for row in rows
     }
+
+
+def completed(connection: Connection, deliveries: Sequence[Delivery], *, service: str) -> dict[str, Completed]:
+    """The answers, by key, to those of these deliveries of one task and tenant whose operations have been completed."""
+    first = deliveries[0].id
+    rows = execute(
+        connection,
+        _COMPLETED,
+        {
+            "tenant": first.tenant,
+            "task": first.task,
+            "service": service,
+            "keys": [each.id.key for each in deliveries],
+            "fingerprints": [each.fingerprint for each in deliveries],
+        },
+    ).fetchall()
+    return {row.key: Completed(row.result) for row in rows}
 
 
 def complete(

@@ -1,11 +1,13 @@
-"""A batch of a task, in a process of the pool: what is plain runs together, and then Celery traces each message.
+"""A batch of a task, in a process of the pool: what is plain is claimed or runs together; then Celery traces each message.
 
 So results, signals, links and logs are as without a batch: the trace of a message whose operation is completed finds that
-it is, and the trace of any other runs it alone.
+it is, and the trace of any other runs it alone, under its claim if it has one.
 """
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,7 +23,7 @@ from kombu.serialization import loads as loads_message
 from kombu.serialization import prepare_accept_content
 
 from ..application import runtime_of
-from ..attempt.batch import Answer, run_together
+from ..attempt.batch import Answer, claim_together, give_back, run_together
 from ..attempt.policy import Policy
 from ..observe.logs import log
 from ..wire.delivery import Delivery
@@ -57,6 +59,9 @@ def run_batch(trace: Callable[..., Traced], name: str, calls: Sequence[Call]) ->
     """Run these messages of a task, together where that is possible, and trace each. Returns that; None: a message comes again."""
     app = current_app._get_current_object()
     task, accept = app.tasks[name], prepare_accept_content(app.conf.accept_content)
+    # The time limit is raised once for a job, so what went on after that would have none. Delivered again, each message has
+    # its own.
+    ends_at = math.inf if task.soft_time_limit is None else time.monotonic() + task.soft_time_limit
     decoded = [
         (id, request, _decoded(body, content_type, encoding, accept))
         for id, request, body, content_type, encoding in calls
@@ -64,18 +69,41 @@ def run_batch(trace: Callable[..., Traced], name: str, calls: Sequence[Call]) ->
     try:
         _prepare(task, [(request, body) for _, request, body in decoded if body is not None])
     except SoftTimeLimitExceeded:
-        # Raised once for a job, so what went on would have no limit. Delivered again, each message has its own.
-        log.warning("batch_time_limit", task=name, many=len(calls))
-        return [None] * len(calls)
+        ends_at = -math.inf
     results: list[Traced | None] = []
-    for (id, request, body), call in zip(decoded, calls, strict=True):
-        of_body = call[2:] if body is None else (body, None, None)
-        try:
-            results.append(trace(name, id, request, *of_body))
-        except Exception:
-            log.exception("batch_not_traced", task=name, task_id=id)
-            results.append(None)
+    try:
+        for (id, request, body), call in zip(decoded, calls, strict=True):
+            result = None
+            try:
+                if time.monotonic() < ends_at:
+                    of_body = call[2:] if body is None else (body, None, None)
+                    result = trace(name, id, request, *of_body)
+            except SoftTimeLimitExceeded:
+                ends_at = -math.inf
+            except Exception:
+                log.exception("batch_not_traced", task=name, task_id=id)
+            if result is None:
+                _give_back(task, request)
+            results.append(result)
+    finally:
+        _let_go(task, [request for _, request, _ in decoded])
+    if None in results:
+        log.warning("batch_not_run", task=name, many=results.count(None))
     return results
+
+
+def _give_back(task: IdempotentTask[..., Any], request: dict[str, Any]) -> None:
+    """Give back the claim of a message that comes again, if it has not been run."""
+    if isinstance(prepared := request.get(PREPARED), Prepared):
+        runtime = runtime_of(task.app)
+        give_back(runtime, prepared.delivery, Policy.of(task, runtime.settings), prepared.answer)
+
+
+def _let_go(task: IdempotentTask[..., Any], requests: Sequence[dict[str, Any]]) -> None:
+    """Renew no claim any more, also of what has not come to its end."""
+    for request in requests:
+        if isinstance(prepared := request.get(PREPARED), Prepared) and prepared.answer.holding is not None:
+            runtime_of(task.app).heartbeat.drop(prepared.answer.holding)
 
 
 def _decoded(body: Any, content_type: str | None, encoding: str | None, accept: Any) -> Any:
@@ -104,7 +132,10 @@ def _prepare(task: IdempotentTask[..., Any], calls: Sequence[tuple[dict[str, Any
         members = list(group)
         contexts = [context for _, context, _ in members]
         deliveries = [delivery for delivery, _, _ in members]
-        answers = run_together(runtime, deliveries, policy, partial(_run_body, task, contexts))
+        if task.batch_commit == "each":
+            answers = claim_together(runtime, deliveries)
+        else:
+            answers = run_together(runtime, deliveries, policy, partial(_run_body, task, contexts))
         for (delivery, _, request), answer in zip(members, answers, strict=True):
             request[PREPARED] = Prepared(delivery, answer)
 

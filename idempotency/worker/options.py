@@ -75,6 +75,7 @@ _NEEDED: dict[str, tuple[Any, str]] = {
     "effect_types": (Mapping[str, Any], "a mapping of effects' names to types"),
     "on_busy": (Literal["ack", "wait"], "'ack' or 'wait'"),
     "batch": (Annotated[int, Strict(), Field(ge=1, le=1000)], "a whole number from 1 to 1000"),
+    "batch_commit": (Literal["together", "each"], "'together' or 'each'"),
     "batch_wait": (_Seconds, "seconds above 0, as a number"),
     "moves_money": (Annotated[bool, Strict()], "True or False"),
     "max_attempts": (Annotated[int, Strict(), Field(ge=1)] | None, "a whole number from 1"),

@@ -78,6 +78,7 @@ hide_secrets()
 Refusal = FingerprintMismatch | ServiceMismatch
 KeptT = TypeVar("KeptT", Refusal, PermanentError)
 OnBusy = Literal["ack", "wait"]
+BatchCommit = Literal["together", "each"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +109,8 @@ class IdempotentTask(ControlledTask[P, R_co]):
     on_busy         what a duplicate does in a worker while the operation runs: "ack" (default) or "wait";
                     an eager call raises `OperationBusy` whatever this says
     max_attempts    how often the body may run; Celery's `max_retries` says the same without the first attempt
-    batch           how many messages a worker runs in one transaction and commit (default 1): see docs/batches.md
+    batch           how many messages a worker claims at once (default 1): see docs/batches.md
+    batch_commit    "together" (default): a batch runs in one transaction and commit; "each": each message in its own
     batch_wait      the longest that a message waits for others, in seconds (default 0.05)
     moves_money     True: people change its operations only with a token that proves who they are
     retention_completed, retention_failed   override the settings, in seconds
@@ -136,6 +138,7 @@ class IdempotentTask(ControlledTask[P, R_co]):
     effect_types: ClassVar[Mapping[str, Any]] = MappingProxyType({})
     on_busy: ClassVar[OnBusy] = "ack"
     batch: ClassVar[int] = 1
+    batch_commit: ClassVar[BatchCommit] = "together"
     batch_wait: ClassVar[float] = 0.05
     moves_money: ClassVar[bool] = False
     retention_completed: ClassVar[float | None] = None
@@ -213,17 +216,18 @@ class IdempotentTask(ControlledTask[P, R_co]):
             return Raised(parking.put_back(self.app, delivery))
 
     def _run(self, delivery: Delivery) -> Outcome:
-        token, request = None, self.request
+        token, claimed, request = None, None, self.request
         if (prepared := prepared_for(request)) is not None:
-            if prepared.answer.finished is not None:
-                return prepared.answer.finished
-            token = prepared.answer.token
+            known = prepared.answer
+            if (outcome := known.finished or known.completed) is not None:
+                return outcome
+            token, claimed = known.token, known.claim
         runtime = runtime_of(self.app)
         policy = Policy.of(self, runtime.settings)
         while True:
             try:
                 answer = partial(self._answer, delivery)
-                outcome = run(runtime, delivery, policy, self._body, answer, self._new_attempt, token)
+                outcome = run(runtime, delivery, policy, self._body, answer, self._new_attempt, token, claimed)
             finally:
                 request.attempt = None
             if not (isinstance(outcome, Release) and delivery.is_eager):
