@@ -168,10 +168,12 @@ def compete(
     try:
         if "unique" in chosen:
             rates = unique.measure(contest, rounds=rounds, messages=messages)
-            compare(as_json, report, "unique", rates, "unique", {name: name for name in unique.OTHERS})
+            compare(as_json, report, "unique", rates, "each", {name: name for name in unique.OTHERS})
+            compare(as_json, report, "unique_alone", rates, "unique", {"plain": "plain"})
         if "duplicates" in chosen:
-            rates = duplicates.measure(contest, rounds=rounds, messages=messages)
-            compare(as_json, report, "duplicates", rates, "unique", {"plain": "noop", "powertools": "powertools"})
+            rates = duplicates.measure(contest, rounds=rounds, messages=5 * messages)
+            compare(as_json, report, "duplicates", rates, "each", {"plain": "noop", "powertools": "powertools"})
+            compare(as_json, report, "duplicates_alone", rates, "unique", {"plain": "noop"})
         if "storm" in chosen:
             of_one_key = storm.measure(contest, rounds=rounds, messages=messages)
             show(as_json, "messages/s", "storm_per_second", statistics.median(of_one_key), unique=of_one_key)

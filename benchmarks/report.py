@@ -21,7 +21,9 @@ from sqlalchemy import Engine, text
 # In this order in the last RESULT line; those that were not measured are left out.
 SUMMARY = (
     "unique_vs_plain",
+    "unique_alone_vs_plain",
     "duplicates_vs_plain",
+    "duplicates_alone_vs_plain",
     "storm_per_second",
     "outside_vs_plain",
     "enqueue_vs_apply_async",

@@ -19,7 +19,7 @@ def measure(contest: Contest, *, rounds: int, messages: int) -> list[float]:
             numbers = contest.numbers(1)
             since = rows.mark(contest.database)
             side.send(numbers * copies)
-            rate = drained(contest, side, copies)
+            rate = drained(side, copies)
             rows.check(contest.database, since, side.name, numbers)
             if round_:
                 rates.append(rate)

@@ -99,9 +99,13 @@ class CeleryTask(Contender):
     def begin(self) -> None:
         app.control.add_consumer(self.name, **self._where())
 
-    def end(self) -> None:
+    def carry_out(self) -> None:
+        """Wait until what the worker has taken is acknowledged."""
         while self._in_hand():
             time.sleep(0.02)
+
+    def end(self) -> None:
+        self.carry_out()
         app.control.cancel_consumer(self.name, **self._where())
         # The worker answers before it does so, and would take the first messages of the next turn as they are sent.
         while self._declared().consumer_count:
@@ -125,9 +129,9 @@ class CeleryTask(Contender):
         return self._broker.default_channel.queue_declare(self.name, passive=True)
 
     def _in_hand(self) -> int:
-        """What the worker has taken and not acknowledged."""
+        """What the worker has taken and not acknowledged. In this order: what is reserved becomes active."""
         asked = app.control.inspect([self._node], timeout=10, limit=1)
-        return sum(len(found) for ask in (asked.active, asked.reserved) for found in (ask() or {}).values())
+        return sum(len(found) for ask in (asked.reserved, asked.active) for found in (ask() or {}).values())
 
     def _where(self) -> dict[str, Any]:
         return {"destination": [self._node], "reply": True, "timeout": 30, "limit": 1}

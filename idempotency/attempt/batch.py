@@ -151,12 +151,12 @@ def _held(runtime: Runtime, claim: Claimed | None) -> Holding | None:
 
 
 def give_back(runtime: Runtime, delivery: Delivery, policy: Policy, answer: Answer) -> None:
-    """Give back a claim under which nothing has run, as if it had not been made: its message comes again."""
+    """Give back a claim under which nothing has run, and do not count it: its message comes again."""
     if (claim := answer.claim) is None:
         return
     attempt = Attempt(runtime, claim, delivery, policy)
     try:
-        attempt.release(delay=0.0, error=None, give_back=True, forget=True)
+        attempt.release(delay=0.0, error=None, give_back=True)
     except (LeaseLost, DBAPIError, PoolTimeout) as error:
         log.warning("claim_not_given_back", error=type(error).__name__, **attempt.writes.names)
     finally:

@@ -49,6 +49,13 @@ def claim(
     it, so this delivery may go. (Not if the operation is `only_asked` for: its caller asks again.) `again`: after a doubt,
     when the holder may be this attempt, whatever a hint says.
     """
+    with metrics.phase(delivery.id.task, "claim"):
+        return _claim(runtime, delivery, token, patiently, again)
+
+
+def _claim(
+    runtime: Runtime, delivery: Delivery, token: str, patiently: Patience, again: bool
+) -> Claimed | Completed | Failed | Mismatch | Foreign | Stale | Busy:
     hints, id = runtime.hints, delivery.id
     # Without a message, this caller may be the only way on: then, too, Postgres decides.
     skips_hint = delivery.resent or not delivery.message

@@ -60,12 +60,8 @@ def run(
     is_in_doubt, ending = token is not None, None
     token = token or secrets.token_hex(16)
     for _ in range(DOUBT_ROUNDS):
-        if claimed is not None:
-            answer, claimed = claimed, None
-        else:
-            with metrics.phase(delivery.id.task, "claim"):
-                answer = claim(runtime, delivery, token, patiently, again=is_in_doubt)
-        is_in_doubt = True
+        answer = claimed or claim(runtime, delivery, token, patiently, again=is_in_doubt)
+        claimed, is_in_doubt = None, True
         if not isinstance(answer, Claimed):
             return answer
         attempt = new_attempt(runtime, answer, delivery, policy)

@@ -218,10 +218,10 @@ class IdempotentTask(ControlledTask[P, R_co]):
     def _run(self, delivery: Delivery) -> Outcome:
         token, claimed, request = None, None, self.request
         if (prepared := prepared_for(request)) is not None:
-            known = prepared.answer
-            if (outcome := known.finished or known.completed) is not None:
-                return outcome
-            token, claimed = known.token, known.claim
+            by_batch = prepared.answer
+            if (known := by_batch.finished or by_batch.completed) is not None:
+                return known
+            token, claimed = by_batch.token, by_batch.claim
         runtime = runtime_of(self.app)
         policy = Policy.of(self, runtime.settings)
         while True:

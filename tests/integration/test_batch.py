@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,11 @@ from tests.support.processes import Processes, Worker, eventually
 
 APPLICATION = "tests.support.batched"
 ENTRIES = text("SELECT account, count(*) FROM entries GROUP BY account ORDER BY account")
-SHORT = (("finish.written", crashing.KILL_CHILD), ("finish.committed", crashing.KILL_WORKER))
+SHORT = (
+    ("finish.written", crashing.KILL_CHILD, "post_entry"),
+    ("finish.committed", crashing.KILL_WORKER, "post_entry"),
+    ("finish.committed", crashing.KILL_CHILD, "post_each"),
+)
 # transactions that wrote entries: what was committed together has one
 TOGETHER = text("SELECT count(DISTINCT xmin::text) FROM entries")
 
@@ -28,10 +33,10 @@ TOGETHER = text("SELECT count(DISTINCT xmin::text) FROM entries")
 def send(bank: Celery) -> Callable[..., list[str]]:
     """Send messages for these accounts, each with what its body does."""
 
-    def send(many: int, **hows: str) -> list[str]:
+    def send(many: int, task: Any = batched.post_entry, **hows: str) -> list[str]:
         accounts = [f"e{number:02}" for number in range(many)]
         for account in accounts:
-            batched.post_entry.delay(account, hows.get(account, ""))
+            task.delay(account, hows.get(account, ""))
         return accounts
 
     return send
@@ -160,18 +165,19 @@ def test_one_that_cannot_stay_costs_the_others_nothing(
 
 
 @pytest.mark.parametrize(
-    ("point", "action"),
+    ("point", "action", "task"),
     [
-        pytest.param(point, action, marks=() if (point, action) in SHORT else pytest.mark.long)
+        pytest.param(point, action, task, marks=() if (point, action, task) in SHORT else pytest.mark.long)
         for point in ("claimed", "body.entered", "finish.written", "finish.committed")
         for action in (crashing.KILL_CHILD, crashing.KILL_WORKER)
+        for task in ("post_entry", "post_each")
     ],
 )
 def test_a_process_that_dies_at_any_moment_loses_and_doubles_nothing(
-    point: str, action: str, send: Any, start: Any, engine: Engine, environment: dict[str, str], relay: Any
+    point: str, action: str, task: str, send: Any, start: Any, engine: Engine, environment: dict[str, str], relay: Any
 ) -> None:
     plan = crashing.plan(environment["CRASH_DIRECTORY"], point, action)
-    accounts = send(12)
+    accounts = send(12, getattr(batched, task))
     start(LEASE="2")
     eventually(lambda: not plan.exists(), what="it died")
     if action == crashing.KILL_WORKER:
@@ -238,25 +244,40 @@ def posting(self: Any, a: str) -> str:
     return a
 
 
-@pytest.mark.parametrize("option", [{"batch": 0}, {"batch": 1.5}, {"batch": 5000}, {"batch_wait": 0.0}])
+@pytest.mark.parametrize(
+    "option", [{"batch": 0}, {"batch": 1.5}, {"batch": 5000}, {"batch_wait": 0.0}, {"batch_commit": "one"}]
+)
 def test_a_size_of_no_use_is_refused(option: dict[str, Any], bank: Celery) -> None:
     with pytest.raises(SettingsError, match=next(iter(option))):
         bank.task(base=IdempotentTask, bind=True, name="test.batch", shared=False, key="{a}", **option)(posting)
 
 
-def test_the_example_of_the_page_posts(bank: Celery, engine: Engine) -> None:
+def test_the_examples_of_the_page_charge_and_post(bank: Celery, engine: Engine) -> None:
     (example,) = python_blocks("docs/batches.md")
-    postings = Table("postings", MetaData(), Column("id", Text), Column("account", Text), Column("amount", BigInteger))
-    postings.create(engine)
+    tables = MetaData()
+    postings = Table("postings", tables, Column("id", Text), Column("account", Text), Column("amount", BigInteger))
+    payments = Table("payments", tables, Column("id", Text), Column("charge", Text))
+    tables.create_all(engine)
+    charged = []
+
+    def charge(payment_id: str, amount: int, *, idempotency_key: str) -> dict[str, str]:
+        charged.append((payment_id, amount))
+        return {"id": f"ch_{payment_id}"}
+
     names: dict[str, Any] = {
         "__name__": __name__,
         "app": bank,
         "IdempotentTask": IdempotentTask,
         "insert": insert,
         "Posting": postings,
+        "Payment": payments,
+        "provider": SimpleNamespace(charge=charge),
     }
     exec(example, names)
-    names["post_entry"]("p1", "cash", 700)
-    names["post_entry"]("p1", "cash", 700)
+    for _ in range(2):
+        names["post_entry"]("p1", "cash", 700)
+        assert names["capture"]("p2", 700) == "ch_p2"
+    assert charged == [("p2", 700)]
     with engine.connect() as connection:
         assert [tuple(row) for row in connection.execute(postings.select())] == [("p1", "cash", 700)]
+        assert [tuple(row) for row in connection.execute(payments.select())] == [("p2", "ch_p2")]

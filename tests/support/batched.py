@@ -24,6 +24,17 @@ def call(*, idempotency_key: str) -> int:
 @app.task(base=IdempotentTask, bind=True, key="{account}", on_failed=record_failure, batch=BATCH, batch_wait=1.0)
 def post_entry(self: IdempotentTask, account: str, how: str = "") -> Any:
     """One row, and then what `how` says."""
+    return post(self, account, how)
+
+
+@app.task(base=IdempotentTask, bind=True, key="{account}", on_failed=record_failure, batch=BATCH, batch_commit="each")
+def post_each(self: IdempotentTask, account: str, how: str = "") -> Any:
+    """The same, each in its own transaction."""
+    return post(self, account, how)
+
+
+def post(self: IdempotentTask, account: str, how: str) -> Any:
+    """One row, and then what `how` says."""
     self.session.execute(INSERT, {"account": account, "amount": 1})
     match how:
         case "once":

@@ -1,0 +1,209 @@
+"""Batches whose messages commit each by itself: one statement claims them, and then each is an attempt like any other."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from celery import Celery
+from sqlalchemy import Engine, text
+
+from benchmarks.profile import counted
+from idempotency import IdempotentTask
+from idempotency.application import runtime_of
+from idempotency.store import batches
+from tests.integration.test_batch_neighbours import accounts, message, put, run, states
+from tests.support.tasks import make_task
+
+TRANSACTIONS = text("SELECT count(DISTINCT xmin::text) FROM entries")
+TAKE_OVER = text(
+    "UPDATE idempotency.records SET fence = nextval('idempotency.fence'), token = 'other' WHERE key = 'e1'"
+)
+
+
+def each(app: Celery, body: Callable[..., Any], **options: Any) -> Any:
+    return make_task(app, body, key="{account}", batch=10, batch_commit="each", **options)
+
+
+def many(app: Celery, task: Any, count: int = 3) -> list[Any]:
+    return [message(app, task, f"e{n}") for n in range(count)]
+
+
+@pytest.fixture
+def trips(bank: Celery) -> Callable[[], Any]:
+    """Count round trips to Postgres."""
+    runtime = runtime_of(bank)
+    return lambda: counted([runtime.engine.connect, runtime.autocommit])
+
+
+def test_each_has_its_own_transaction_and_all_are_claimed_by_one_statement(
+    bank: Celery, engine: Engine, trips: Callable[[], Any]
+) -> None:
+    task = each(bank, put_one)
+    for warm in range(8):  # psycopg prepares a statement at its fifth execution
+        run(bank, task, *(message(bank, task, f"w{warm}{n}") for n in range(3)))
+    with engine.connect() as connection:
+        connection.execute(text("TRUNCATE entries"))
+    with trips() as counts:
+        run(bank, task, *many(bank, task))
+    assert counts == {"statement": 1 + 3 + 3, "BEGIN": 3, "COMMIT": 3}
+    with engine.connect() as connection:
+        assert connection.execute(TRANSACTIONS).scalar_one() == 3
+        assert set(connection.execute(text("SELECT attempts FROM idempotency.records")).scalars()) == {1}
+
+
+def put_one(self: IdempotentTask, account: str) -> str:
+    put(self, account)
+    return account
+
+
+def test_what_one_body_does_is_no_others_business(bank: Celery, engine: Engine) -> None:
+    """An error, an effect, a setting: each is entered once, and in its own way."""
+    entered = []
+
+    def body(self: IdempotentTask, account: str) -> None:
+        entered.append(account)
+        match account:
+            case "e0":
+                raise ValueError("bad")
+            case "e1":
+                self.effect("call", lambda *, idempotency_key: 1)
+            case "e2":
+                self.session.execute(text("SET LOCAL search_path = pg_catalog, public"))
+        put(self, account)
+
+    task = each(bank, body, max_attempts=1)
+    run(bank, task, *many(bank, task, 4))
+    assert entered == ["e0", "e1", "e2", "e3"]
+    assert accounts(engine) == {"e1": [1], "e2": [1], "e3": [1]}
+    assert states(engine) == {"e0": "failed", "e1": "completed", "e2": "completed", "e3": "completed"}
+
+
+def test_what_is_completed_is_answered_for_all_by_one_statement(
+    bank: Celery, engine: Engine, trips: Callable[[], Any]
+) -> None:
+    task = each(bank, put_one)
+    for _ in range(8):
+        run(bank, task, *many(bank, task))
+    with trips() as counts:
+        traced = run(bank, task, *many(bank, task))
+    assert counts == {"statement": 2}
+    assert [answer[0] for answer in traced] == [0, 0, 0]  # not an error
+    assert accounts(engine) == {"e0": [1], "e1": [1], "e2": [1]}
+
+
+def test_a_completed_key_with_other_arguments_is_not_answered(bank: Celery, engine: Engine) -> None:
+    def body(self: IdempotentTask, account: str, amount: int) -> int:
+        put(self, account, amount)
+        return amount
+
+    task = each(bank, body)
+    run(bank, task, message(bank, task, "e0", 1))
+    run(bank, task, message(bank, task, "e0", 2))
+    assert accounts(engine) == {"e0": [1]}
+    with engine.connect() as connection:
+        letters = connection.execute(text("SELECT reason FROM idempotency.dead_letters")).scalars().all()
+    assert letters == ["fingerprint_mismatch"]
+
+
+def test_those_after_a_soft_time_limit_come_again_and_are_not_counted(bank: Celery, engine: Engine) -> None:
+    entered = []
+
+    def body(self: IdempotentTask, account: str) -> None:
+        entered.append(account)
+        put(self, account)
+        if account == "e1":
+            time.sleep(0.3)
+
+    task = each(bank, body, soft_time_limit=0.25)
+    results = run(bank, task, *many(bank, task, 4))
+    assert [result is None for result in results] == [False, False, True, True]
+    assert entered == ["e0", "e1"]
+    assert states(engine) == {"e0": "completed", "e1": "completed", "e2": "released", "e3": "released"}
+    assert not runtime_of(bank).heartbeat._holdings
+    run(bank, task, *many(bank, task, 4))
+    assert entered == ["e0", "e1", "e2", "e3"]
+    with engine.connect() as connection:
+        assert set(connection.execute(text("SELECT attempts FROM idempotency.records")).scalars()) == {1}
+
+
+def test_what_waits_in_a_batch_is_renewed(bank: Celery, engine: Engine) -> None:
+    runtime = runtime_of(bank)
+    until = text("SELECT locked_until FROM idempotency.records WHERE key = 'e1'")
+    seen = []
+
+    def body(self: IdempotentTask, account: str) -> None:
+        with engine.connect() as connection:
+            if account == "e0":
+                seen.append(connection.execute(until).scalar_one())
+                runtime.heartbeat.run_once()
+            seen.append(connection.execute(until).scalar_one())
+        put(self, account)
+
+    task = each(bank, body)
+    run(bank, task, *many(bank, task, 2))
+    first, renewed, _ = seen
+    assert renewed > first
+    assert accounts(engine) == {"e0": [1], "e1": [1]}
+    runtime.hints.flush()
+    assert not runtime.heartbeat._holdings
+
+
+def test_one_that_is_taken_over_while_it_waits_commits_nothing(bank: Celery, engine: Engine) -> None:
+    def body(self: IdempotentTask, account: str) -> None:
+        if account == "e0":
+            with engine.connect() as connection:
+                connection.execute(TAKE_OVER)
+        put(self, account)
+
+    task = each(bank, body)
+    run(bank, task, *many(bank, task))
+    assert accounts(engine) == {"e0": [1], "e2": [1]}
+    assert states(engine) == {"e0": "completed", "e1": "started", "e2": "completed"}
+
+
+def test_one_that_is_known_to_be_lost_asks_before_it_runs(bank: Celery, engine: Engine) -> None:
+    entered = []
+
+    def body(self: IdempotentTask, account: str) -> None:
+        entered.append(account)
+        if account == "e0":
+            with engine.connect() as connection:
+                connection.execute(TAKE_OVER)
+            runtime_of(bank).heartbeat.run_once()
+        put(self, account)
+
+    task = each(bank, body)
+    run(bank, task, *many(bank, task))
+    assert entered == ["e0", "e2"]
+    assert accounts(engine) == {"e0": [1], "e2": [1]}
+
+
+def test_without_an_answer_to_the_claims_each_claims_alone(
+    bank: Celery, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if they were committed: under the same tokens they are claimed again, as the same attempts."""
+    claim_new = batches.claim_new
+
+    def lost(*args: Any, **kwargs: Any) -> Any:
+        claim_new(*args, **kwargs)
+        raise ConnectionError("the answer was lost")
+
+    monkeypatch.setattr(batches, "claim_new", lost)
+    task = each(bank, put_one)
+    run(bank, task, *many(bank, task))
+    assert accounts(engine) == {"e0": [1], "e1": [1], "e2": [1]}
+    with engine.connect() as connection:
+        assert set(connection.execute(text("SELECT attempts FROM idempotency.records")).scalars()) == {1}
+
+
+def test_an_exit_renews_no_claim_any_more(bank: Celery, engine: Engine) -> None:
+    def body(self: IdempotentTask, account: str) -> None:
+        raise SystemExit(0)
+
+    task = each(bank, body)
+    with pytest.raises(SystemExit):
+        run(bank, task, *many(bank, task))
+    assert not runtime_of(bank).heartbeat._holdings
