@@ -19,7 +19,7 @@ comma := ,
 with_services = env="$$($(VENV)/python -m services env)" && eval "$$env" && exec
 
 .DEFAULT_GOAL := help
-.PHONY: check help venv pins audit up down status demo api fuzz test test-lowest test-python versions ecosystem celery-suite edge-suite faults chaos chaos-many controls search saga-programs saga-crashes saga-deploy lint types sandbox worker relay beat flower doctor metrics bench profile clean migrate
+.PHONY: check help venv pins audit up down status demo api fuzz test test-lowest test-python versions ecosystem celery-suite edge-suite faults chaos chaos-many controls search saga-programs saga-crashes saga-deploy lint types sandbox worker relay beat flower doctor metrics bench soak profile clean migrate
 
 help:
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -172,6 +172,9 @@ bench: .venv/ready ## compare with plain Celery and what else there is; ONLY=uni
 	@$(if $(or $(if $(ONLY),,all),$(filter $(contests),$(subst $(comma), ,$(ONLY)))),$(VENV)/python -m pip install --quiet --disable-pip-version-check \
 		--no-build-isolation --constraint constraints.txt --editable '.[bench]')
 	@$(VENV)/python -m benchmarks $(if $(ONLY),--only $(ONLY)) $(if $(filter 1,$(QUICK)),--rounds 3 --records 1000000) $(ARGS)
+
+soak: .venv/ready ## a long run under load: slopes of memory, files, connections, tables, queues; OPERATIONS=1000000
+	@$(VENV)/python -m benchmarks.soak --operations $(or $(OPERATIONS),1000000) $(ARGS)
 
 profile: .venv/ready ## measure function calls, CPU, round trips and time per phase of one attempt
 	@$(VENV)/python -m benchmarks.profile $(ARGS)
