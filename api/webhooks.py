@@ -98,7 +98,7 @@ def _report(name: str, body: bytes, headers: Mapping[str, str], secrets: list[st
 
 
 def _settled(report: Report) -> str:
-    if report.payment_id is None and report.gateway == STRIPE:  # a dispute, or a change made at the provider's site
+    if report.gateway == STRIPE and not _is_named(report):  # a dispute, or a change made at the provider's site
         found = gateway.charge(report.charge_id)
         if found is not None:
             report = replace(report, tenant=found.tenant, payment_id=found.name)
@@ -106,6 +106,13 @@ def _settled(report: Report) -> str:
         outcome = settlement.settle(session, report)
         session.flush()
     return outcome
+
+
+def _is_named(report: Report) -> bool:
+    if report.payment_id is None:
+        return False
+    with runtime_of(app).transaction(report.tenant) as connection, Session(connection) as session:
+        return settlement.is_named(session, report)
 
 
 def _secrets(name: str) -> list[str]:

@@ -16,7 +16,7 @@ Only this module decides what an answer means for the operation:
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Annotated, Any, NamedTuple, Protocol, TypeVar
@@ -57,7 +57,8 @@ class Result(TypedDict):
 class Moved(NamedTuple):
     """Money that a provider says it has moved: a charge, or a refund of one. Amounts are in the minor unit.
 
-    `tenant`, `name`: the payment or the refund as we named it, if we did.
+    `tenant`, `name`: the payment or the refund as we named it, if we did. `is_decided`: a refund may be made and may still
+    fail.
     """
 
     id: str
@@ -66,6 +67,7 @@ class Moved(NamedTuple):
     currency: str
     tenant: str
     name: str | None
+    is_decided: bool = True
 
 
 class FailedAfterwards(StoredRefusal):
@@ -140,6 +142,7 @@ class Gateway(Protocol):
         currency: str,
         doubt: EffectInDoubt,
         tenant: str = DEFAULT,
+        told: Sequence[str] = (),
     ) -> Outcome: ...
 
     def find_refund(
@@ -160,6 +163,10 @@ class Gateway(Protocol):
     def charge(self, charge_id: str) -> Moved | None: ...
 
     def refunded(self, refund_id: str) -> Moved | None: ...
+
+    def state_of_refund(self, refund_id: str) -> tuple[str, str | None]: ...
+
+    def is_given_back(self, charge_id: str) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,11 +294,17 @@ class StripeGateway:
         currency: str,
         doubt: EffectInDoubt,
         tenant: str = DEFAULT,
+        told: Sequence[str] = (),
     ) -> Outcome:
-        """Find out whether the purchase was charged, under any key; the arguments are those of `capture`."""
+        """Find out whether the purchase was charged, under any key; the arguments are those of `capture`.
+
+        `told`: the ids of its charges that the provider has reported, which its search may not show yet.
+        """
         value = payment_id.replace("\\", "\\\\").replace("'", "\\'")
         query = f"metadata['purchase_id']:'{value}'"
         found = self._ask(lambda client: _all(client.v1.payment_intents.search({"query": query, "limit": 100})))
+        known = {intent["id"] for intent in found}
+        found += [intent for id in told if id not in known and (intent := self._intent(id)) is not None]
         # Search is case-insensitive, and also finds declined intents. One of another amount is not of this call.
         return _finish(
             [
@@ -338,15 +351,11 @@ class StripeGateway:
                 yield _moved(intent, intent["id"], "purchase_id")
 
     def refunds(self, since: datetime, until: datetime) -> Iterator[Moved]:
-        """The refunds of a time that have not failed; of those that are not ours, only what has succeeded.
-
-        Raises what a call raises: an incomplete list says nothing.
-        """
+        """The refunds of a time that have not failed. Raises what a call raises: an incomplete list says nothing."""
         listing = {"created": {"gte": int(since.timestamp()), "lt": int(until.timestamp())}, "limit": 100}
         for refund in self._ask(lambda client: _all(client.v1.refunds.list(listing))):  # type: ignore[arg-type]
             moved = _moved(refund, refund["payment_intent"], "refund_id")
-            # one that was made at the provider's site is written down once it has succeeded
-            if refund["status"] == "succeeded" or (moved.name is not None and refund["status"] in REFUNDED):
+            if refund["status"] in REFUNDED:
                 yield moved
 
     def charge(self, charge_id: str) -> Moved | None:
@@ -357,14 +366,40 @@ class StripeGateway:
         """A refund by the provider's id; None if there is none, or it has failed."""
         return self._moved(lambda client: client.v1.refunds.retrieve(refund_id), REFUNDED, "refund_id")
 
+    def state_of_refund(self, refund_id: str) -> tuple[str, str | None]:
+        """The state of a refund by the provider's id, and why it has failed if it has; what is not known there has failed."""
+        found = self._retrieved(lambda client: client.v1.refunds.retrieve(refund_id))
+        if found is None:
+            return "failed", "resource_missing"
+        return found["status"] or "pending", found.get("failure_reason")
+
+    def is_given_back(self, charge_id: str) -> bool:
+        """Whether the refunds of a charge that have succeeded are all of it."""
+        intent = self._intent(charge_id)
+        if intent is None:
+            return False
+        found = self._ask(lambda client: _all(client.v1.refunds.list({"payment_intent": charge_id, "limit": 100})))
+        returned = sum(refund["amount"] for refund in found if refund["status"] == "succeeded")
+        return bool(returned >= intent["amount"])
+
+    def _intent(self, charge_id: str) -> dict[str, Any] | None:
+        return self._retrieved(lambda client: client.v1.payment_intents.retrieve(charge_id))
+
     def _moved(self, request: Callable[[stripe.StripeClient], Any], done: frozenset[str], field: str) -> Moved | None:
+        found = self._retrieved(request)
+        if found is None or found["status"] not in done:
+            return None
+        return _moved(found, found.get("payment_intent", found["id"]), field)
+
+    def _retrieved(self, request: Callable[[stripe.StripeClient], Any]) -> dict[str, Any] | None:
+        """One object; None: the provider has none of this id. Raises `GatewayError` and `Defer`."""
         try:
-            found = self._call(request).to_dict()
+            found: dict[str, Any] = self._call(request).to_dict()
         except PermanentError as error:
             if error.code != "resource_missing":
                 raise GatewayError(str(error)) from None  # the question was refused, which says nothing about the money
             return None
-        return _moved(found, found.get("payment_intent", found["id"]), field) if found["status"] in done else None
+        return found
 
     def close(self) -> None:
         """Close the connections; the next call opens new ones."""
@@ -516,7 +551,8 @@ def _moved(thing: dict[str, Any], charge_id: str, field: str) -> Moved:
     except ValueError:  # of another application on the same account
         tenant, name = DEFAULT, None
     name = None if name is None else storable(name)
-    return Moved(thing["id"], charge_id, thing["amount"], thing["currency"].upper(), tenant, name)
+    is_decided = thing["status"] == "succeeded"
+    return Moved(thing["id"], charge_id, thing["amount"], thing["currency"].upper(), tenant, name, is_decided)
 
 
 def _refusal(thing: dict[str, Any]) -> FailedAfterwards:

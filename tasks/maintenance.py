@@ -33,6 +33,7 @@ def purge() -> int:
 def reconcile_provider() -> int:
     """Compare the last month of the provider with the ledger; returns how many objects differ."""
     until = datetime.now(UTC) - reconciliation.SETTLED_AFTER
+    reconciliation.ask_about_pending(until)
     days = reconciliation.days_before(until, reconciliation.WINDOW / timedelta(days=1))
     return sum(len(reconciliation.reconcile(since, end)) for since, end in days)
 

@@ -34,8 +34,8 @@ from .gateway import Outcome, Result
 from .models import Payment
 from .once import check_not_carried_out, insert_once, insert_unless_there
 from .outside import gateway
-from .refunds import INITIATED, refund_payment, request_rest
-from .reported import reported_charge, reported_refusal, settle_later
+from .refunds import INITIATED, refund_payment, request_rest, tell_of_doubts
+from .reported import reported_charge, reported_charges, reported_refusal, settle_later
 from .reports import STRIPE, SUCCEEDED
 from .tenants import DEFAULT, named, owned
 from .validation import check_purchase, check_purchase_id
@@ -158,7 +158,8 @@ def find_capture(
 ) -> Outcome:
     """What became of a charge: what the provider has reported of it, or what it answers.
 
-    Reported first: its search may not show for a while what it has reported, and not finding it means to charge again.
+    Reported first: its search may not show for a while what it has reported, and not finding it means to charge again. So the
+    provider is also asked about each charge that it has told us of, whatever became of that, and whichever call made it.
     """
     charge_id = reported_charge(payment_id, doubt.idempotency_key, tenant=tenant)
     if charge_id is not None:
@@ -173,6 +174,7 @@ def find_capture(
         currency=currency,
         doubt=doubt,
         tenant=tenant,
+        told=reported_charges(payment_id, tenant=tenant),
     )
 
 
@@ -263,8 +265,12 @@ def _enqueue(session: Session, payment: Payment) -> None:
 
 
 def _refund_cancelled(session: Session, payment: Payment) -> None:
-    """Give back what is left of a captured payment whose order is cancelled; once, in the commit that finds out."""
+    """Give back what is left of a captured payment whose order is cancelled; once, in the commit that finds out.
+
+    Support is told of the refunds that are in doubt by then: nothing else will return their money.
+    """
     # an id that cannot have been used before: this must not fail
     refund_id, tenant = f"cancelled-{uuid4().hex}", payment.tenant
     if request_rest(session, payment, refund_id=refund_id, reason="order cancelled") > 0:
         refund_payment.enqueue(session, refund_id=refund_id, is_reserved=True, tenant=tenant, **owned(tenant))
+    tell_of_doubts(session, payment)

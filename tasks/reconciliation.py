@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -15,6 +16,7 @@ from datetime import UTC, datetime, timedelta
 from hashlib import sha256
 from itertools import count
 from typing import Any, Literal, get_args
+from uuid import uuid4
 
 from rich.console import Console
 from rich.progress import track
@@ -29,6 +31,7 @@ from idempotency.wire import keys
 from . import app
 from .gateway import Moved
 from .outside import gateway
+from .reported import ASK_ABOUT_REFUND
 from .reports import STRIPE
 from .tenants import DEFAULT
 
@@ -68,6 +71,17 @@ _OF_TIME = {
     kind: _query(kind, "p.created_at >= :since AND p.created_at < :until").execution_options(yield_per=1000)
     for kind in KINDS
 }
+# A name that is none of ours is no claim: another application on the same account may have given it.
+_KNOWN = {
+    "charge": text("SELECT 1 FROM payments WHERE (tenant, id) = (:tenant, :name)"),
+    "refund": text("SELECT 1 FROM refunds WHERE (tenant, id) = (:tenant, :name)"),
+}
+_PENDING_AT_SITE = text(f"""
+SELECT tenant, id FROM refunds
+WHERE is_at_site AND gateway = '{STRIPE}' AND status IN ('pending', 'reserved', 'unknown') AND created_at < :until
+""")
+# Of Stripe's objects. A person may have typed anything else.
+_AN_ID = re.compile(r"[A-Za-z0-9_]{1,255}")
 _PAYER = text(f"SELECT tenant FROM payments WHERE gateway = '{STRIPE}' AND charge_id = :charge")
 
 
@@ -81,6 +95,8 @@ class Difference:
     name: str | None
     provider: str | None
     ledger: str | None
+    # that it is or is of, if that is not in our books
+    foreign_charge: str | None = None
 
     def __str__(self) -> str:
         said, posted = self.provider or "nothing", self.ledger or "nothing"
@@ -102,13 +118,22 @@ def differences(session: Session, since: datetime, until: datetime) -> Iterator[
         there = {id: _look_up(kind, id) for id in unlisted}
         found += [_compare(session, kind, id, moved) for id, moved in there.items()]
         session.rollback()
-        yield from (difference for difference in found if difference is not None)
+        yield from (each for each in found if each is not None and not _is_given_back(each))
+
+
+def _is_given_back(difference: Difference) -> bool:
+    """Whether it is about a charge that is in our books under no name, and all of which was refunded: nobody has anything left."""
+    return difference.foreign_charge is not None and gateway.is_given_back(difference.foreign_charge)
 
 
 def _compare(session: Session, kind: Kind, id: str, moved: Moved | None) -> Difference | None:
     """What the provider has under an id, with what we have under the same id, or under the name that it tells."""
     tenant, name = (None, None) if moved is None else (moved.tenant, moved.name)
-    ours = session.execute(_OF_OBJECT[kind], {"tenant": tenant, "name": name, "id": id}).all()
+    if moved is not None and not session.execute(_KNOWN[kind], {"tenant": tenant, "name": name}).first():
+        moved = moved._replace(name=None)
+    ours = session.execute(_OF_OBJECT[kind], {"tenant": tenant, "name": moved and moved.name, "id": id}).all()
+    if moved is not None and moved.name is None and not (moved.is_decided or ours):
+        return None  # of a refund at the provider's site, our books wait for its success
     under_id = [row for row in ours if row.id == id]
     theirs = None if moved is None else f"{moved.amount} {moved.currency}"
     posted = [_posted(row, moved, is_one=len(under_id) == 1) for row in under_id]
@@ -116,12 +141,14 @@ def _compare(session: Session, kind: Kind, id: str, moved: Moved | None) -> Diff
         posted = [f"{row.amount} {row.currency.upper()} as {row.id}" for row in ours]
     if posted == ([] if theirs is None else [theirs]):
         return None
-    if moved is not None and name is None:
-        name = f"{STRIPE}-{id}" if kind == "refund" else None
-        tenant = session.execute(_PAYER, {"charge": moved.charge_id}).scalar_one_or_none() or moved.tenant
-    elif moved is None:
+    if moved is None:
         tenant, name = (ours[0].tenant, ours[0].name) if ours else (DEFAULT, None)
-    return Difference(kind, tenant or DEFAULT, id, name, theirs, " + ".join(posted) or None)
+        return Difference(kind, tenant, id, name, theirs, " + ".join(posted) or None)
+    payer = session.execute(_PAYER, {"charge": moved.charge_id}).scalar_one_or_none()
+    if name is None or (kind == "refund" and moved.name is None):
+        name, tenant = (f"{STRIPE}-{id}" if kind == "refund" else None), payer or moved.tenant
+    foreign = moved.charge_id if payer is None else None
+    return Difference(kind, tenant or DEFAULT, id, name, theirs, " + ".join(posted) or None, foreign)
 
 
 def _posted(row: Any, moved: Moved | None, *, is_one: bool) -> str:
@@ -139,7 +166,7 @@ def _moved(kind: Kind, since: datetime, until: datetime) -> Iterator[Moved]:
 
 def _look_up(kind: Kind, id: str) -> Moved | None:
     """What the provider has under an id; nothing under what cannot be one, which a person may have typed."""
-    if not _is_key(id):
+    if not _AN_ID.fullmatch(id):
         return None
     return gateway.charge(id) if kind == "charge" else gateway.refunded(id)
 
@@ -149,7 +176,8 @@ def check_difference(self: IdempotentTask, difference: str, kind: Kind, id: str,
     """Ask both sides about one object again. Fails, and so leaves a dead letter, for as long as they differ. `name`: for its reader."""
     moved = _look_up(kind, id)  # before the transaction begins
     found = _compare(self.session, kind, id, moved)
-    if found is not None:
+    self.session.rollback()
+    if found is not None and not _is_given_back(found):
         raise PermanentError(str(found), "ledger_differs")
     return {"agrees": True}
 
@@ -164,6 +192,17 @@ def reconcile(since: datetime, until: datetime) -> list[Difference]:
             tenant = _known_tenant(each.tenant)
             check_difference.enqueue(session, difference=_key(session, each, tenant), **about, tenant=tenant)
     return found
+
+
+def ask_about_pending(until: datetime) -> int:
+    """Have the provider asked about each refund that was made at its site before, and of which no webhook has told the end."""
+    with Session(runtime_of(app).engine) as session:
+        pending = session.execute(_PENDING_AT_SITE, {"until": until}).all()
+    for row in pending:
+        with Session(runtime_of(app).engine) as session, session.begin():
+            ask = app.tasks[ASK_ABOUT_REFUND]
+            ask.enqueue(session, refund_id=row.id, tenant=row.tenant, idempotency_key=str(uuid4()))
+    return len(pending)
 
 
 def days_before(until: datetime, days: float) -> list[tuple[datetime, datetime]]:
@@ -214,6 +253,7 @@ def main(arguments: list[str] | None = None) -> int:
     until = datetime.now(UTC) - SETTLED_AFTER
     console = Console(stderr=True)
     found: list[Difference] = []
+    ask_about_pending(until)
     for since, end in track(days_before(until, given.days), "days compared", console=console, disable=given.json):
         found += reconcile(since, end)
     if given.json:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from sqlalchemy import select
+from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from idempotency import (
@@ -28,11 +28,11 @@ from idempotency.providers import STRIPE as STRIPES_CONTRACT
 
 from . import app, ledger
 from .gateway import GatewayError, Outcome, Result
-from .models import Payment, Refund
+from .models import Payment, Posting, Refund
 from .once import check_not_carried_out, insert_once
 from .outside import gateway
 from .reported import (
-    failure_of_made,
+    failure_of,
     is_made_by_another_call,
     note_failure,
     reported_refund,
@@ -47,6 +47,8 @@ from .validation import check_amount, check_id, check_minor_unit, check_text
 INITIATED = "PAYMENT_INITIATED"
 # Why a refund is reversed whose failure no webhook has told.
 REFUSED_AFTERWARDS = "refused_afterwards"
+# Why a row is refused that was in the place of another refund of ours.
+TAKEN_OVER = "is_another_refund"
 # Of a refund that was made, whether or not its money has come back.
 MADE = ("refunded", "reversed")
 # Of a refund whose money has moved, will move or may have moved: `payments.refunded` is the sum of their amounts.
@@ -187,11 +189,29 @@ def tell_if_owed(session: Session, refund: Refund, payment: Payment, code: str) 
         _tell_support(session, refund, payment, code)
 
 
+def tell_of_doubts(session: Session, payment: Payment) -> None:
+    """Tell support of the refunds in doubt of a locked payment whose order is cancelled."""
+    doubtful = select(Refund).filter_by(tenant=payment.tenant, payment_id=payment.id, status="unknown")
+    for refund in session.scalars(doubtful.order_by(Refund.id)).all():
+        _tell_support(session, refund, payment, refund.failure or "unknown")
+
+
 def is_owed(session: Session, payment: Payment) -> bool:
     """Whether there is money of a payment that was not given back, and for which no refund is under way."""
     return payment.status == "captured" and (
         payment.refunded < payment.amount or has_refund(session, payment, "unknown")
     )
+
+
+def is_owed_again(session: Session, payment: Payment) -> bool:
+    """Whether less was given back of a payment since a refund has come back than has come back in all."""
+    of_payment = {"tenant": payment.tenant, "payment_id": payment.id}
+    reversals = select(func.sum(Posting.amount), func.min(Posting.id)).filter_by(**of_payment, kind="reversal")
+    came_back, since = session.execute(reversals).one()
+    if came_back is None:
+        return False
+    given = select(func.coalesce(func.sum(Posting.amount), 0)).filter_by(**of_payment, kind="refund")
+    return bool(session.execute(given.where(Posting.id > since)).scalar_one() < came_back)
 
 
 def has_refund(session: Session, payment: Payment, status: str) -> bool:
@@ -286,12 +306,21 @@ def refund_payment(
 
     refund, _ = locked(self.session, refund_id, tenant=self.tenant)
     assert refund is not None
-    if (other := _other_refund(self.session, refund, refunded["id"])) is not None:  # a person has taken it for this one
-        raise PermanentError(f"refund {refund_id}: {refunded['id']} is the refund {other.id}", "refund_of_another")
+    other, is_told = _other_refund(self.session, refund, refunded["id"]), False
+    if other is not None and not other.is_at_site:
+        self.session.rollback()  # no open transaction during an external call
+        is_ours = _is_named(refunded["id"], refund_id, tenant=self.tenant)
+        refund, _ = locked(self.session, refund_id, tenant=self.tenant)
+        assert refund is not None
+        other = _other_refund(self.session, refund, refunded["id"])
+        if other is not None and not other.is_at_site and not is_ours:  # a person has taken it for this one
+            raise PermanentError(f"refund {refund_id}: {refunded['id']} is the refund {other.id}", "refund_of_another")
+    if other is not None and refund.provider_refund_id is None:
+        is_told = _take_over(self.session, refund, other)
     if refund.provider_refund_id not in (None, refunded["id"]):  # under another key, which a person took for not made
         raise PermanentError(f"refund {refund_id}: made twice, also as {refund.provider_refund_id}", "refunded_twice")
     payment = self.session.get_one(Payment, (self.tenant, refund.payment_id))
-    mark_refunded(self.session, refund, refunded["id"], by=payment.gateway)
+    mark_refunded(self.session, refund, refunded["id"], by=payment.gateway, is_told=is_told)
     return {"status": refund.status, "refund": refunded["id"]}
 
 
@@ -364,16 +393,42 @@ def _other_refund(session: Session, refund: Refund, provider_refund_id: str) -> 
     return session.scalars(others.limit(1).with_for_update()).first()
 
 
+def _is_named(provider_refund_id: str, refund_id: str, *, tenant: str) -> bool:
+    """Whether the provider knows this refund as ours of this id, whatever a person has said."""
+    found = gateway.refunded(provider_refund_id)
+    return found is not None and (found.tenant, found.name) == (tenant, refund_id)
+
+
+def _take_over(session: Session, refund: Refund, other: Refund) -> bool:
+    """Take what is in our books as `other` for the locked refund that it is: written down as the site's, or by a person's mistake.
+
+    Returns whether the buyer was told of it as that.
+    """
+    payment = session.get_one(Payment, (other.tenant, other.payment_id), with_for_update=True)
+    was_made = other.status == "refunded"
+    if was_made:
+        ledger.post(session, "reversal", other.id, payment.id, other.amount, payment.currency, tenant=other.tenant)
+    other.provider_refund_id = None
+    refuse(session, other, payment, TAKEN_OVER)
+    if not other.is_at_site:
+        _tell_support(session, other, payment, TAKEN_OVER)
+    session.flush()
+    return was_made and other.is_at_site
+
+
 def at_site(gateway: str, provider_refund_id: str) -> str:
     """Our id of a refund that no request of ours has asked for."""
     return f"{gateway}-{provider_refund_id}"
 
 
-def mark_refunded(session: Session, refund: Refund, provider_refund_id: str, *, by: str = STRIPE) -> None:
+def mark_refunded(
+    session: Session, refund: Refund, provider_refund_id: str, *, by: str = STRIPE, is_told: bool = False
+) -> None:
     """Note that a locked refund was made by a provider, as its task or a report says, whichever comes first.
 
     If the provider has reported meanwhile that it failed after all, that is noted, too, and nobody is told that it was made.
-    What was reported and may have been this one, or another of the same amount, is looked at again.
+    What was reported and may have been this one, or another of the same amount, is looked at again. `is_told`: it was in our
+    books under another name, and the buyer was told then.
     """
     if refund.status in MADE:
         return
@@ -382,10 +437,12 @@ def mark_refunded(session: Session, refund: Refund, provider_refund_id: str, *, 
     move(refund, payment, "refunded")
     ledger.post(session, "refund", refund.id, payment.id, refund.amount, payment.currency, tenant=refund.tenant)
     session.flush()
-    if (failure := failure_of_made(session, refund)) is not None:
+    failure = failure_of(session, payment.charge_id, provider_refund_id, tenant=refund.tenant)
+    if failure is not None:
         reverse(session, refund, failure)
         return
-    publish(session, "payment.refunded", _told(refund, payment), tenant=refund.tenant, app=app)
+    if not is_told:
+        publish(session, "payment.refunded", _told(refund, payment), tenant=refund.tenant, app=app)
     settle_later(session, payment)
 
 

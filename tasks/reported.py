@@ -14,10 +14,13 @@ from idempotency.application import runtime_of
 from . import app
 from .models import Payment, PaymentEvent, Refund
 from .once import insert_unless_there
-from .reports import FAILED, GATEWAYS, REFUND_FAILED, SUCCEEDED, Kind
+from .reports import FAILED, GATEWAYS, REFUND_FAILED, STRIPE, SUCCEEDED, Kind
 
-# In `settlement`, which imports what calls this.
+# In `settlement`, which imports what calls these.
 SETTLE_WAITING = "payments.settle_waiting"
+ASK_ABOUT_REFUND = "payments.ask_about_refund"
+# Of one payment that are asked about by their ids. A payment has one, or a few if calls were given up.
+MOST_CHARGES = 20
 
 
 def settle_later(session: Session, payment: Payment) -> None:
@@ -48,6 +51,20 @@ def reported_charge(payment_id: str, effect_key: str, *, tenant: str) -> str | N
     )
     row = _first(reported, tenant)
     return None if row is None else row[0]
+
+
+def reported_charges(payment_id: str, *, tenant: str) -> list[str]:
+    """The ids of Stripe's charges of a payment that have been reported and have not failed, the last ones first."""
+    failed = select(PaymentEvent.object_id).filter_by(tenant=tenant, gateway=STRIPE, object="charge", state=FAILED)
+    noted = select(Payment.charge_id).filter_by(tenant=tenant, id=payment_id).scalar_subquery()
+    told = select(PaymentEvent.object_id).filter_by(tenant=tenant, gateway=STRIPE, object="charge")
+    told = told.where(
+        (PaymentEvent.payment_id == payment_id) | (PaymentEvent.object_id == noted),
+        PaymentEvent.object_id.not_in(failed),
+    ).group_by(PaymentEvent.object_id)
+    told = told.order_by(func.max(PaymentEvent.received_at).desc()).limit(MOST_CHARGES)
+    with runtime_of(app).transaction(tenant) as connection:
+        return list(connection.execute(told).scalars())
 
 
 def reported_refusal(payment_id: str, effect_key: str, *, tenant: str) -> str | None:
@@ -88,12 +105,6 @@ def is_made_by_another_call(session: Session, refund: Refund, effect_key: str) -
     return session.execute(made.limit(1)).first() is not None
 
 
-def failure_of_made(session: Session, refund: Refund) -> str | None:
-    """Why a refund has failed that was made, as its provider has reported, whether or not that could be applied."""
-    failed = _of_made_refund(refund.tenant, refund.id, _code_of_refund())
-    return session.scalars(failed.where(PaymentEvent.state.in_(REFUND_FAILED)).limit(1)).first()
-
-
 def _of_made_refund(tenant: str, refund_id: str, *columns: Any) -> Any:
     """Of the reports about a refund that was made, by its provider."""
     is_named = PaymentEvent.refund_id == Refund.id
@@ -113,12 +124,12 @@ def _of_made_refund(tenant: str, refund_id: str, *columns: Any) -> Any:
     )
 
 
-def has_failed(session: Session, charge_id: str, provider_refund_id: str, *, tenant: str) -> bool:
-    """Whether a refund of a charge is known to have failed, as its provider has reported or answered."""
-    failed = select(PaymentEvent.event_id).filter_by(
+def failure_of(session: Session, charge_id: str | None, provider_refund_id: str, *, tenant: str) -> str | None:
+    """Why a refund of a charge has failed, as its provider has reported or answered, whatever it calls it; None: it has not."""
+    failed = select(_code_of_refund()).filter_by(
         tenant=tenant, object="refund", object_id=provider_refund_id, charge_id=charge_id
     )
-    return session.scalars(failed.where(PaymentEvent.state.in_(REFUND_FAILED)).limit(1)).first() is not None
+    return session.scalars(failed.where(PaymentEvent.state.in_(REFUND_FAILED)).limit(1)).first()
 
 
 def note_failure(

@@ -14,7 +14,8 @@ waits for it; whose finish finds what is noted, and adds only what is missing.
 from __future__ import annotations
 
 from dataclasses import asdict, replace
-from typing import Literal
+from datetime import UTC, datetime
+from typing import Any, Literal
 
 from sqlalchemy import select, text
 from sqlalchemy.dialects.postgresql import insert
@@ -29,10 +30,11 @@ from idempotency.store import operations
 from . import app, orders
 from .models import Dispute, Order, Payment, PaymentEvent, Refund
 from .once import insert_unless_there
+from .outside import gateway
 from .payments import CAPTURE, capture_payment, mark_captured, mark_failed
 from .refunds import MADE, at_site, fits, mark_refunded, move, refund_payment, refuse, reverse, tell_if_owed
-from .reported import SETTLE_WAITING, has_failed
-from .reports import DISPUTE_ENDED, FAILED, REFUND_FAILED, SUCCEEDED, Report
+from .reported import ASK_ABOUT_REFUND, SETTLE_WAITING, failure_of
+from .reports import DISPUTE_ENDED, FAILED, REFUND_FAILED, STRIPE, SUCCEEDED, Report
 
 # Seconds for which the lock of a transaction at the provider is held at most.
 LOCK_SECONDS = 30
@@ -60,8 +62,7 @@ def settle(session: Session, report: Report) -> Settled:
     payment that is not known to be captured. Raises `OperationalError` if another holds the charge's lock for too long.
     """
     _lock(session, report.gateway, report.charge_id)
-    if report.refund_id is not None and session.get(Refund, (report.tenant, report.refund_id)) is None:
-        report = replace(report, refund_id=None)  # not ours: a refund of ours has a row before its first call
+    report = _with_our_names(session, report)
     if not insert_unless_there(session, PaymentEvent, asdict(report)):
         completed = _completed(session, report)
         if completed is None:
@@ -72,6 +73,23 @@ def settle(session: Session, report: Report) -> Settled:
         _apply_waiting(session, report.tenant, report.gateway, report.charge_id)
     log.info("payment_event", gateway=report.gateway, type=report.type, applied=is_applied)
     return "applied" if is_applied else "waiting"
+
+
+def _with_our_names(session: Session, report: Report) -> Report:
+    """Without the names of somebody else's: a refund of ours has a row before its first call, as has the payment it is of."""
+    tenant = report.tenant
+    if report.refund_id is not None and session.get(Refund, (tenant, report.refund_id)) is None:
+        report = replace(report, refund_id=None)
+    if not is_named(session, report):
+        report = replace(report, payment_id=None)
+    return report
+
+
+def is_named(session: Session, report: Report) -> bool:
+    """Whether a report names a payment of ours, or is of a charge, which may be of a payment that a backup has forgotten."""
+    if report.payment_id is None:
+        return False
+    return report.object == "charge" or session.get(Payment, (report.tenant, report.payment_id)) is not None
 
 
 def _completed(session: Session, report: Report) -> Report | None:
@@ -145,6 +163,23 @@ def settle_waiting(self: IdempotentTask, gateway: str, charge_id: str) -> int:
     return _apply_waiting(session, self.tenant, gateway, charge_id)
 
 
+@app.task(base=IdempotentTask, bind=True, name=ASK_ABOUT_REFUND, key=None)
+def ask_about_refund(self: IdempotentTask, refund_id: str) -> str:
+    """Ask Stripe about a refund that was made at its site and is not decided: no task carries it out, and a webhook may be lost."""
+    refund = self.session.get(Refund, (self.tenant, refund_id))
+    if refund is None or not refund.is_at_site or refund.status not in UNDECIDED:
+        return "decided"
+    payment = self.session.get_one(Payment, (self.tenant, refund.payment_id))
+    about: dict[str, Any] = {"charge_id": payment.charge_id, "currency": payment.currency.upper()}
+    about |= {"amount": refund.amount, "tenant": self.tenant, "object": "refund"}
+    there = refund.id.removeprefix(at_site(STRIPE, ""))
+    self.session.rollback()  # no open transaction during an external call
+
+    state, code = gateway.state_of_refund(there)
+    answer: dict[str, Any] = {"event_id": f"answer-{there}-{state}", "type": "answer", "occurred_at": datetime.now(UTC)}
+    return settle(self.session, Report(STRIPE, **answer, **about, object_id=there, state=state, code=code))
+
+
 def _lock(session: Session, gateway: str, charge_id: str) -> None:
     session.execute(_LOCK, {"wait": str(int(WAIT_SECONDS * 1000)), "hold": str(LOCK_SECONDS * 1000)})
     session.execute(_OF_CHARGE, {"charge": f"{gateway} {charge_id}"})
@@ -192,7 +227,7 @@ def _refund(session: Session, payment: Payment, report: Report) -> bool:
     if (
         report.state == SUCCEEDED
         and booked is None
-        and has_failed(session, report.charge_id, report.object_id, tenant=payment.tenant)
+        and failure_of(session, report.charge_id, report.object_id, tenant=payment.tenant) is not None
     ):
         return True  # older than what we know
     refund = _refund_of(session, payment, report) if booked is None else booked
@@ -220,9 +255,10 @@ def _booked(session: Session, payment: Payment, report: Report) -> Refund | None
     """The refund that has this object of the provider's already, whatever a report calls it; locked."""
     is_written_down = Refund.is_at_site & (Refund.id == at_site(report.gateway, report.object_id))
     known = select(Refund).filter_by(tenant=payment.tenant, payment_id=payment.id, amount=report.amount)
-    return session.scalars(
-        known.where((Refund.provider_refund_id == report.object_id) | is_written_down).with_for_update()
-    ).first()
+    is_it = Refund.provider_refund_id == report.object_id
+    # what was written down may have been taken over by a request of ours
+    known = known.where(is_it | is_written_down).order_by(is_it.desc().nulls_last())
+    return session.scalars(known.with_for_update()).first()
 
 
 def _refund_of(session: Session, payment: Payment, report: Report) -> Refund | None:
@@ -249,6 +285,7 @@ def _refund_of(session: Session, payment: Payment, report: Report) -> Refund | N
     if session.scalars(ours).first() is not None:
         return None
     about = {"payment_id": payment.id, "amount": report.amount, "reason": AT_THE_SITE, "is_at_site": True}
+    about["gateway"] = report.gateway
     if not insert_unless_there(session, Refund, {**id, **about, "status": "pending"}):
         return None  # a request of ours has chosen this id
     return session.get_one(Refund, (id["tenant"], id["id"]), with_for_update=True)

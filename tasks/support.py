@@ -10,7 +10,9 @@ from idempotency import IdempotentTask, subscribe
 from . import app
 from .models import Payment, ReturnCase, SupportCase
 from .once import insert_unless_there
-from .refunds import has_refund, is_owed
+from .refunds import has_refund, is_owed, is_owed_again
+
+REFUND_FAILED = "refund_failed"
 
 
 @subscribe(
@@ -31,13 +33,13 @@ def look_again(self: IdempotentTask, event: dict[str, Any]) -> None:
 def _look(self: IdempotentTask, event: dict[str, Any]) -> None:
     # from the rows, because events of one payment may be handled in either order
     payment = self.session.get_one(Payment, (self.tenant, event["data"]["payment_id"]), with_for_update=True)
-    is_kept = payment.order_status == "cancelled" and is_owed(self.session, payment)
-    # what was given back and has come back is owed until all is given back for good
-    is_owed_again = has_refund(self.session, payment, "reversed") and (
-        is_owed(self.session, payment) or has_refund(self.session, payment, "reserved")
+    is_kept = is_owed_again(self.session, payment) or (
+        payment.order_status == "cancelled" and is_owed(self.session, payment)
     )
-    is_kept = is_kept or is_owed_again
-    code = payment.failure or ("refund_failed" if is_kept else "recovered")
+    if not is_kept and has_refund(self.session, payment, "reserved"):  # until it is known to be made
+        case = self.session.get(SupportCase, (self.tenant, payment.id))
+        is_kept = case is not None and case.code == REFUND_FAILED
+    code = payment.failure or (REFUND_FAILED if is_kept else "recovered")
     self.session.merge(SupportCase(tenant=self.tenant, payment_id=payment.id, code=code))
 
 

@@ -15,9 +15,8 @@ ALTER TABLE refunds ADD COLUMN gateway varchar NOT NULL DEFAULT 'stripe';
 UPDATE payments p SET gateway = e.gateway FROM payment_events e
 WHERE e.gateway <> 'stripe' AND e.is_applied AND e.object = 'charge' AND e.state = 'succeeded'
   AND (e.tenant, e.charge_id) = (p.tenant, p.charge_id) AND coalesce(e.payment_id, p.id) = p.id;
-UPDATE refunds r SET gateway = e.gateway FROM payment_events e
-WHERE e.gateway <> 'stripe' AND e.is_applied AND e.object = 'refund' AND e.state = 'succeeded'
-  AND (e.tenant, e.object_id) = (r.tenant, r.provider_refund_id) AND coalesce(e.payment_id, r.payment_id) = r.payment_id;
+UPDATE refunds r SET gateway = p.gateway FROM payments p
+WHERE p.gateway <> 'stripe' AND (p.tenant, p.id) = (r.tenant, r.payment_id);
 CREATE UNIQUE INDEX payments_at_stripe ON payments (charge_id) WHERE gateway = 'stripe' AND charge_id IS NOT NULL;
 CREATE UNIQUE INDEX refunds_at_stripe ON refunds (provider_refund_id)
     WHERE gateway = 'stripe' AND provider_refund_id IS NOT NULL;
