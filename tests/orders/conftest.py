@@ -39,7 +39,7 @@ def provider(tmp_path_factory: pytest.TempPathFactory) -> Iterator[process.Sandb
 @pytest.fixture
 def gateway(shop: Shop, provider: process.Sandbox, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The provider's sandbox, and nothing in our books from other tests."""
-    from tasks import payments, reconciliation, refunds
+    from tasks import payments, reconciliation, refunds, settlement
     from tasks.gateway import StripeGateway
 
     shop.forget()
@@ -47,7 +47,7 @@ def gateway(shop: Shop, provider: process.Sandbox, monkeypatch: pytest.MonkeyPat
         for table in ("ledger", "refunds", "support_cases", "payments"):
             connection.execute(text(f"DELETE FROM {table}"))
     gateway = StripeGateway("sk_test_sandbox", url=provider.url, search_lag=0.0)
-    for module in (payments, refunds, reconciliation):
+    for module in (payments, refunds, settlement, reconciliation):
         monkeypatch.setattr(module, "gateway", gateway)
     yield gateway
     gateway.close()

@@ -40,7 +40,7 @@ def intents(gateway: Any, payment_id: str) -> list[Any]:
 
 def capture_key(shop: Shop, payment_id: str) -> str:
     query = "SELECT effects -> 'capture' ->> 'key' FROM idempotency.records WHERE key = :id AND task = 'payments.capture_payment'"
-    return shop.one(query, id=payment_id)[0]
+    return str(shop.one(query, id=payment_id)[0])
 
 
 def test_a_charge_that_is_reported_as_processing_is_not_made_again(shop: Shop, gateway: Any, provider: Sandbox) -> None:
@@ -182,6 +182,7 @@ def test_a_second_charge_that_a_person_has_given_back_is_no_difference(shop: Sho
     second = gateway.capture(payment_id=order, **about, idempotency_key=uuid4().hex)["id"]
     assert settle(shop, report(second, "succeeded", order)) == ["waiting"]
     assert found(shop)[second] == ("1000 EUR", f"1000 EUR as {charge}")
+    shop.run()
     back = gateway._connection().client.v1.refunds.create({"payment_intent": second, "amount": 1000})
     bare = report(back.id, "succeeded", order, object="refund", charge_id=second, amount=1000)
     assert settle(shop, bare) == ["waiting"]
@@ -218,7 +219,7 @@ def test_a_refund_whose_id_a_person_has_given_to_another_is_taken_back_from_that
     assert (row_of(shop, one), row_of(shop, two)) == (("refused", "is_another_refund"), ("refunded", None))
     assert (refunded(shop, order), posted_net(shop, order)) == (400, 600)
     (told,) = shop.events("payment.refund_failed", order)
-    assert (told["refund_id"], told["code"]) == (one, "is_another_refund")
+    assert (told["data"]["refund_id"], told["data"]["code"]) == (one, "is_another_refund")
     rest = refund(shop, order, 600)
     shop.run()
     assert row_of(shop, rest)[0] == "refunded"
@@ -367,7 +368,7 @@ def test_a_refund_that_is_requested_again_after_a_restore_is_that_which_was_made
         shop.run()
         assert (row_of(shop, refund_id), row_of(shop, f"stripe-{there}")[0]) == (("refunded", None), "refused")
         assert (posted_net(shop, order), refunded(shop, order)) == (600, 400)
-        assert len(shop.events("payment.refunded", order)) == 2  # before the restore, and of what was written down
+        assert len(shop.events("payment.refunded", order)) == 1  # of what was written down
         assert there not in found(shop)
         assert settle(shop, of_refund(order, refund_id, charge, "failed", there)) == ["applied"]
         assert (row_of(shop, refund_id)[0], posted_net(shop, order)) == ("reversed", 1000)
