@@ -35,7 +35,10 @@ R_co = TypeVar("R_co", covariant=True, default=Any)
 
 @dataclass(frozen=True, slots=True)
 class StoredOperation(Generic[R_co]):
-    """An operation as it is recorded. `status`: "started", "released", "completed" or "failed"."""
+    """An operation as it is recorded. `status`: "started", "released", "completed" or "failed".
+
+    `error`: what its last attempt has ended with, also while another one follows; None once it is completed.
+    """
 
     id: OperationId
     status: str
@@ -92,7 +95,7 @@ class Handle(Generic[R_co]):
             raise FingerprintMismatch(
                 f"{self.id.task}: the key was used before with other arguments; this call never runs"
             )
-        error = None if row.error is None else error_fields(row.error)
+        error = None if row.error is None or row.status == "completed" else error_fields(row.error)
         return StoredOperation(self.id, row.status, row.generation, row.attempts, row.duplicates, row.result, error)
 
     def _is_anothers(self, recorded: str) -> bool:
@@ -101,7 +104,7 @@ class Handle(Generic[R_co]):
         return self.fingerprint is not None and is_comparable and recorded != self.fingerprint
 
     def status(self) -> str:
-        """How far it is: "accepted" before the first attempt, then "started", "released", "completed" or "failed"."""
+        """How far it is: "accepted" before the first attempt, and for a key that nobody has enqueued; then "started", "released", "completed" or "failed"."""
         operation = self.lookup()
         return "accepted" if operation is None else operation.status
 
@@ -110,8 +113,10 @@ class Handle(Generic[R_co]):
 
         For the code that learns of the provider's decision, such as a webhook. One that runs at this moment asks once more if it
         finds nothing decided; one that has ended or is not known stays as it is. Returns nothing, also not whether one waits:
-        read `status` for that. Raises `InvalidArguments` if the session is none.
+        read `status` for that. On an event loop: `await session.run_sync(handle.wake)`. Raises `InvalidArguments` if the session
+        is none, and `OperationNotFound` if the task is a misspelt name of one of the application's.
         """
+        _check_spelling(self.app, self.id.task)
         runtime = runtime_of(self.app)
         waking.wake(in_transaction_of(session, runtime.home), self.id, runtime.settings.service)
 

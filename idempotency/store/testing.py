@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from sqlalchemy import Connection, Row
@@ -41,11 +41,13 @@ def rows_after(connection: Connection, newest: int) -> Sequence[Row[Any]]:
 
 
 # By id: the order in which rows were enqueued. Delays are not waited for, except those of a saga, whose time begins when
-# it goes on.
+# it goes on, and of what a provider has not decided.
 _WAITING = """
-status = 'pending' AND NOT (available_at > clock_timestamp() AND EXISTS (
-    SELECT FROM idempotency.records r
-    WHERE (r.tenant, r.task, r.key) = (outbox.tenant, outbox.task, outbox.key) AND r.opened_at > clock_timestamp()))
+status = 'pending' AND NOT (available_at > clock_timestamp() AND (
+    (tenant, task, key) IN (SELECT * FROM unnest(%(tenants)s::text[], %(tasks)s::text[], %(keys)s::text[]))
+    OR EXISTS (
+        SELECT FROM idempotency.records r
+        WHERE (r.tenant, r.task, r.key) = (outbox.tenant, outbox.task, outbox.key) AND r.opened_at > clock_timestamp())))
 ORDER BY id
 """
 
@@ -79,15 +81,23 @@ SELECT EXISTS (
 """
 
 
-def pending_rows(connection: Connection) -> Sequence[Row[Any]]:
-    """The outbox rows that wait to be published, in the order in which they were enqueued."""
+def pending_rows(connection: Connection, undecided: Collection[OperationId]) -> Sequence[Row[Any]]:
+    """The outbox rows that wait to be published, in the order in which they were enqueued; of those undecided, what is due."""
     query = f"SELECT task, key, message FROM idempotency.outbox WHERE {_WAITING}"
-    return connection.exec_driver_sql(query).all()
+    return connection.exec_driver_sql(query, _arrays(undecided)).all()
 
 
-def take_row(connection: Connection) -> Row[Any] | None:
+def take_row(connection: Connection, undecided: Collection[OperationId]) -> Row[Any] | None:
     """Mark the first of these rows as published, and return it."""
-    return connection.exec_driver_sql(_TAKE).one_or_none()
+    return connection.exec_driver_sql(_TAKE, _arrays(undecided)).one_or_none()
+
+
+def _arrays(ids: Collection[OperationId]) -> dict[str, list[str]]:
+    return {
+        "tenants": [id.tenant for id in ids],
+        "tasks": [id.task for id in ids],
+        "keys": [id.key for id in ids],
+    }
 
 
 def forget_all(connection: Connection) -> list[OperationId]:

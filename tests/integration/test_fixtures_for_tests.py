@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,20 @@ from sqlalchemy import Connection, Engine, text
 from sqlalchemy.orm import Session
 
 import services
-from idempotency import CallRefused, Defer, IdempotentTask, OperationFailed, PermanentError, events, publish, subscribe
+from idempotency import (
+    CallRefused,
+    Defer,
+    Handle,
+    IdempotentTask,
+    OperationFailed,
+    OperationId,
+    PermanentError,
+    Undecided,
+    events,
+    lookup,
+    publish,
+    subscribe,
+)
 from idempotency.application import runtime_of
 from idempotency.testing import Outbox, prepare, rolled_back
 from idempotency.testing.database import MARK
@@ -277,6 +291,28 @@ def test_a_task_that_enqueues_itself_for_ever_ends_the_test(bank: Celery, engine
     enqueue(engine, task, 1)
     with pytest.raises(AssertionError, match=r"the outbox is not empty after 5 deliveries; next: .* 6"):
         outbox.run(limit=5)
+    assert [one.key for one in outbox.waiting] == ["6"]
+
+
+def test_what_a_provider_has_not_decided_waits_until_it_is_woken_or_time_passes(
+    bank: Celery, engine: Engine, outbox: Outbox, entries: Entries
+) -> None:
+    task = make_task(bank, body(*[Undecided(3600, "the bank decides")] * 3, None), key="{account}")
+    enqueue(engine, task, "a")
+    assert [type(one.error) for one in outbox.run()] == [Undecided]
+    assert (outbox.run(), outbox.waiting) == ([], [])
+    with Session(transactional(engine)) as session, session.begin():
+        Handle(bank, OperationId("default", task.name, "a")).wake(session)
+    assert [one.key for one in outbox.waiting] == ["a"]
+    assert [type(one.error) for one in outbox.run()] == [Undecided]
+    outbox.pass_time(timedelta(minutes=30))
+    assert outbox.run() == []
+    outbox.pass_time(timedelta(minutes=31))
+    assert [one.status for one in outbox.run()] == ["released"]
+    outbox.pass_time(3601)
+    assert [one.status for one in outbox.run()] == ["completed"]
+    assert entries("a") == 1
+    assert lookup(bank, task.name, "a").error is None
 
 
 def test_an_open_transaction_in_the_test_is_refused_rather_than_waited_for(

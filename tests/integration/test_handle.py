@@ -146,7 +146,7 @@ def test_a_long_wait_asks_seldom_and_holds_no_connection_between_two_looks(
 
 def test_a_misspelt_task_is_not_waited_for(bank: Celery, connection: Connection) -> None:
     misspelt = Handle(bank, OperationId("default", f"{b.deposit.name}s", "a"))
-    for ask in (misspelt.status, partial(misspelt.wait, 60)):
+    for ask in (misspelt.status, partial(misspelt.wait, 60), partial(misspelt.wake, connection)):
         with pytest.raises(
             OperationNotFound, match=f"{b.deposit.name}s: the application has no such task; did you mean"
         ):

@@ -15,11 +15,23 @@ import httpx
 import pytest
 from celery import Celery
 from celery.schedules import crontab
-from sqlalchemy import create_engine, select
+from sqlalchemy import create_engine, select, update
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, sessionmaker
 
 import services
-from idempotency import DidNotHappen, EffectInDoubt, Happened, IdempotentTask, StillUnknown, events, lookup
+from idempotency import (
+    DidNotHappen,
+    EffectInDoubt,
+    EffectUnknown,
+    Happened,
+    IdempotentTask,
+    PermanentError,
+    StillUnknown,
+    Undecided,
+    Unfinished,
+    events,
+    lookup,
+)
 from idempotency.application import close_runtime, runtime_of
 from idempotency.checks.doctor import doctor
 from idempotency.checks.findings import Level
@@ -30,7 +42,7 @@ from tests.support.documents import python_blocks
 from tests.support.processes import eventually
 
 BEFORE, AFTER, CALL, TEST = python_blocks("README.md")
-RECONCILE, BEAT = python_blocks("docs/tasks.md")
+ON_FAILED, RECONCILE, DECIDED, BEAT = python_blocks("docs/tasks.md")
 (EVENTS,) = python_blocks("docs/events.md")
 (ALERT,) = python_blocks("docs/operating.md")
 (TYPES,) = python_blocks("docs/types.md")
@@ -183,13 +195,47 @@ def test_the_call_captures_the_payment_once(adopted: Application, recording_serv
 
 def test_reconcile_answers_what_the_provider_knows(yourapp: Application) -> None:
     charges: list[Any] = [{"id": "ch_1"}, None, None]
-    yourapp["provider"] = SimpleNamespace(search_charge=lambda payment: charges.pop(0))
+    yourapp["provider"] = SimpleNamespace(search_charge=lambda metadata: charges.pop(0))
     yourapp.run(RECONCILE)
 
     ended = [None, 2 * SEARCH_LAG, SEARCH_LAG / 2]
     assert [
         yourapp["find_capture"]({"payment_id": "p1"}, doubt=EffectInDoubt("key", 60.0, seconds)) for seconds in ended
     ] == [Happened({"id": "ch_1"}), DidNotHappen(), StillUnknown(ask_again=SEARCH_LAG)]
+
+
+@pytest.mark.parametrize("error", [PermanentError("declined", "declined"), EffectUnknown("silent"), Unfinished("half")])
+def test_the_rows_of_a_failure_say_failed_only_if_nothing_was_charged(
+    yourapp: Application, error: PermanentError
+) -> None:
+    order = SimpleNamespace(status="open")
+    yourapp["Order"] = object
+    yourapp.run(ON_FAILED)
+    session = SimpleNamespace(get=lambda *_, **__: order)
+    yourapp["charge_failed"](session, SimpleNamespace(arguments={"order_id": "o1"}), error)
+    assert order.status == ("failed" if type(error) is PermanentError else "unclear")
+
+
+def test_a_decision_is_noted_and_wakes_the_operation(adopted: Application) -> None:
+    adopted["payment_id"] = "p1"
+    decided: list[str] = []
+
+    def find(request: dict[str, Any], *, doubt: EffectInDoubt) -> Happened:
+        return Happened({"id": decided[0]})
+
+    def capture(request: dict[str, Any], *, idempotency_key: str) -> None:
+        raise Undecided(3600, "the bank decides")
+
+    adopted["gateway"] = SimpleNamespace(capture=capture, find_capture=find)
+    outbox = Outbox(adopted.app)
+    adopted.run(CALL)
+    assert [type(one.error) for one in outbox.run()] == [Undecided]
+    adopted |= {"update": update, "Payment": Payment, "capture": adopted["capture_payment"]}
+    adopted.run(DECIDED)
+    decided.append("ch_1")
+    with adopted["Session"].begin() as session:
+        adopted["decided"](session, "p1")
+    assert outbox.run()[0].result == {"charge": "ch_1"}
 
 
 def test_an_event_reaches_the_ledger(adopted: Application) -> None:
