@@ -24,7 +24,7 @@ from ..operate.change import Change, check_service
 from ..operate.money import letters_move_money
 from ..operate.people import authenticate
 from ..operate.replay import ToConfirm, replay, to_confirm
-from ..store import dead_letters
+from ..store import dead_letters, discards
 from ..store.dead_letters import BULK_LIMIT, Group, Selection
 from ..store.statements import describe
 from ..store.sweeps import is_row_error
@@ -116,11 +116,11 @@ _COLUMNS = ("id", "consumer_service", "task", "key", "reason", "status", "failed
 def show_letter(
     letter: LetterArgument, service: ServiceOption = None, app: AppOption = "", as_json: JsonOption = False
 ) -> None:
-    """One dead letter with its errors; headers and payload only with --json."""
+    """One dead letter with its errors, and who has asked to discard it; headers and payload only with --json."""
     celery = application(app)
     check_service(runtime_of(celery), [letter], service)
     with runtime_of(celery).autocommit() as connection:
-        fields = dead_letters.show(connection, letter)._asdict()
+        fields = dead_letters.show(connection, letter)._asdict() | discards.asked(connection, letter)
     if as_json:
         print_json(fields)
         return

@@ -37,6 +37,11 @@ SELECT requested_by, approved_by, known_by, letter_reason, letter_generation
 FROM idempotency.discards WHERE letter = %(letter)s
 """
 
+_MAY_LOOK = "SELECT has_table_privilege('idempotency.discards', 'SELECT')"
+_ASKED = """
+SELECT requested_by, requested_at, reason FROM idempotency.discards WHERE letter = %(letter)s AND approved_by IS NULL
+"""
+
 _LOCK = "SELECT * FROM idempotency.dead_letters WHERE id = %(letter)s AND status = 'open' FOR UPDATE"
 
 # Rows that would still deliver the operation: pending ones, and published ones, which the discard returns to resend.
@@ -105,6 +110,14 @@ def approve(connection: Connection, letter: int, *, asked: str, by: str, known_b
 def requested(connection: Connection, letter: int) -> Row[Any] | None:
     """Who requested and approved the discarding of a letter, and what it was then; None without a request."""
     return connection.exec_driver_sql(_REQUESTED, {"letter": letter}).one_or_none()
+
+
+def asked(connection: Connection, letter: int) -> dict[str, Any]:
+    """Who has asked to discard a letter, when and why, for the person who approves; nothing if nobody has, or this role may not look."""
+    if not connection.exec_driver_sql(_MAY_LOOK).scalar_one():
+        return {}
+    row = connection.exec_driver_sql(_ASKED, {"letter": letter}).one_or_none()
+    return {} if row is None else {f"discard_{name}": value for name, value in row._asdict().items()}
 
 
 def lock(connection: Connection, letter: int) -> Row[Any] | None:

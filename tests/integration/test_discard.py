@@ -117,6 +117,20 @@ def test_one_person_alone_cannot_discard(
     assert snapshot(connection) == before
 
 
+def test_who_approves_is_shown_who_has_asked_and_why(
+    bank: Celery, failed: Callable[..., None], connection: Connection, run: Callable[..., Result]
+) -> None:
+    failed("a1")
+    (letter,) = op.dead_letters(connection)
+    assert "discard_" not in run("dead-letters", "show", letter.id).output
+    act(bank, discard.request, EVE, letter.id, "it was paid by hand")
+    shown = run("dead-letters", "show", letter.id).output
+    assert "discard_requested_by" in shown
+    assert "it was paid by hand" in shown
+    act(bank, discard.approve, ANN, letter.id)
+    assert "discard_" not in run("dead-letters", "show", letter.id).output
+
+
 def test_a_letter_replayed_meanwhile_is_not_discarded(
     bank: Celery, failed: Callable[..., None], connection: Connection
 ) -> None:
