@@ -59,6 +59,11 @@ class Answer:
     holding: Holding | None = None
 
     @property
+    def outcome(self) -> Finished | Completed | None:
+        """Its outcome, if nothing is left to run."""
+        return self.finished or self.completed
+
+    @property
     def claim(self) -> Claimed | None:
         """The claim that it can be run under; None: its record has to be asked."""
         holding = self.holding

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby
+from itertools import groupby, takewhile
 from typing import TYPE_CHECKING, Any
 
 from billiard.exceptions import SoftTimeLimitExceeded
@@ -59,42 +59,46 @@ def run_batch(trace: Callable[..., Traced], name: str, calls: Sequence[Call]) ->
     """Run these messages of a task, together where that is possible, and trace each. Returns that; None: a message comes again."""
     app = current_app._get_current_object()
     task, accept = app.tasks[name], prepare_accept_content(app.conf.accept_content)
-    # The time limit is raised once for a job, so what went on after that would have none. Delivered again, each message has
-    # its own.
     ends_at = math.inf if task.soft_time_limit is None else time.monotonic() + task.soft_time_limit
     decoded = [
         (id, request, _decoded(body, content_type, encoding, accept))
         for id, request, body, content_type, encoding in calls
     ]
-    try:
-        _prepare(task, [(request, body) for _, request, body in decoded if body is not None])
-    except SoftTimeLimitExceeded:
-        ends_at = -math.inf
     results: list[Traced | None] = []
     try:
-        for (id, request, body), call in zip(decoded, calls, strict=True):
-            result = None
-            try:
-                if time.monotonic() < ends_at:
-                    of_body = call[2:] if body is None else (body, None, None)
-                    result = trace(name, id, request, *of_body)
-            except SoftTimeLimitExceeded:
-                ends_at = -math.inf
-            except Exception:
-                log.exception("batch_not_traced", task=name, task_id=id)
-            if result is None:
-                _give_back(task, request)
-            results.append(result)
+        with suppress(SoftTimeLimitExceeded):
+            _prepare(task, [(request, body) for _, request, body in decoded if body is not None])
+            for (id, request, body), call in takewhile(
+                lambda _: time.monotonic() < ends_at, zip(decoded, calls, strict=True)
+            ):
+                results.append(_traced(trace, name, id, request, call[2:] if body is None else (body, None, None)))
+        # The time limit is raised once for a job, so what went on after that would have none. Delivered again, each message
+        # has its own.
+        results += [None] * (len(calls) - len(results))
+        for (_, request, _), result in zip(decoded, results, strict=True):
+            _give_back(task, request, result)
     finally:
         _let_go(task, [request for _, request, _ in decoded])
-    if None in results:
-        log.warning("batch_not_run", task=name, many=results.count(None))
+    if left := results.count(None):
+        log.warning("batch_not_run", task=name, many=left)
     return results
 
 
-def _give_back(task: IdempotentTask[..., Any], request: dict[str, Any]) -> None:
-    """Give back the claim of a message that comes again, if it has not been run."""
-    if isinstance(prepared := request.get(PREPARED), Prepared):
+def _traced(
+    trace: Callable[..., Traced], name: str, id: str, request: dict[str, Any], body: Sequence[Any]
+) -> Traced | None:
+    try:
+        return trace(name, id, request, *body)
+    except SoftTimeLimitExceeded:
+        raise
+    except Exception:
+        log.exception("batch_not_traced", task=name, task_id=id)
+        return None
+
+
+def _give_back(task: IdempotentTask[..., Any], request: dict[str, Any], result: Traced | None) -> None:
+    """Give back the claim of a message without a result, which comes again."""
+    if result is None and isinstance(prepared := request.get(PREPARED), Prepared):
         runtime = runtime_of(task.app)
         give_back(runtime, prepared.delivery, Policy.of(task, runtime.settings), prepared.answer)
 

@@ -203,7 +203,7 @@ class IdempotentTask(ControlledTask[P, R_co]):
     def _deliver(self, delivery: Delivery) -> Returned | Raised:
         try:
             varies = not delivery.is_eager and self.may_vary(delivery.headers)
-            if (varies or delivery.eta is not None) and self._answer(delivery, lambda: self._parked(delivery, varies)):
+            if (varies or delivery.eta is not None) and self._answer(delivery, partial(self._parked, delivery, varies)):
                 return Raised(Ignore())
             if is_under_another(delivery):
                 delivery = self._answer(delivery, partial(as_accepted, runtime_of(self.app), delivery))
@@ -218,10 +218,9 @@ class IdempotentTask(ControlledTask[P, R_co]):
     def _run(self, delivery: Delivery) -> Outcome:
         token, claimed, request = None, None, self.request
         if (prepared := prepared_for(request)) is not None:
-            by_batch = prepared.answer
-            if (known := by_batch.finished or by_batch.completed) is not None:
-                return known
-            token, claimed = by_batch.token, by_batch.claim
+            if prepared.answer.outcome is not None:
+                return prepared.answer.outcome
+            token, claimed = prepared.answer.token, prepared.answer.claim
         runtime = runtime_of(self.app)
         policy = Policy.of(self, runtime.settings)
         while True:
@@ -326,8 +325,7 @@ class IdempotentTask(ControlledTask[P, R_co]):
 
         if self.on_busy == "wait":
             self._answer(delivery, park)
-        ignored: Exception = Ignore()
-        return ignored
+        return cast(Exception, Ignore())
 
     def _parked(self, delivery: Delivery, varies: bool) -> bool:
         runtime = runtime_of(self.app)
