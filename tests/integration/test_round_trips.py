@@ -7,10 +7,13 @@ from typing import Any
 
 import pytest
 from celery import Celery
+from sqlalchemy import Engine, text
 
 from benchmarks.profile import counted
-from idempotency import IdempotentTask
+from idempotency import IdempotentTask, OperationId
 from idempotency.application import runtime_of
+from idempotency.attempt.batch import claim_together
+from idempotency.wire.delivery import Delivery
 from tests.support.deliveries import Deliveries
 from tests.support.tasks import ROW, make_task
 
@@ -55,3 +58,24 @@ def test_an_attempt_costs_so_many_round_trips(
     with counted([runtime.engine.connect, runtime.autocommit]) as counts:
         assert deliveries.deliver(task, key="measured").state == "SUCCESS"  # a duplicate, after the end
     assert counts == {"statement": 1}
+
+
+def test_a_thousand_leases_are_renewed_by_one_round_trip(bank: Celery, engine: Engine) -> None:
+    runtime = runtime_of(bank)
+    deliveries = [
+        Delivery(OperationId("default", "t", f"k{number:04}"), "f" * 64, {}, message="{}") for number in range(1000)
+    ]
+    answers = claim_together(runtime, deliveries)
+    until = text("SELECT min(locked_until) FROM idempotency.records")
+    with engine.connect() as connection:
+        before = connection.execute(until).scalar_one()
+    for _ in range(8):
+        runtime.heartbeat.run_once()
+    with counted([runtime._heartbeat_engine.connect]) as counts:
+        runtime.heartbeat.run_once()
+    assert counts == {"statement": 1}
+    with engine.connect() as connection:
+        assert connection.execute(until).scalar_one() > before
+    for answer in answers:
+        assert answer.holding is not None
+        runtime.heartbeat.drop(answer.holding)
