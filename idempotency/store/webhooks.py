@@ -11,8 +11,8 @@ from sqlalchemy import Connection, Row
 ENABLED, DISABLED, UNVERIFIED = "enabled", "disabled", "unverified"
 # Why an endpoint is disabled.
 GONE, FAILING, BY_PERSON = "gone", "failing", "person"
-# Why a delivery was given up.
-EXHAUSTED, NO_ENDPOINT = "attempts_exhausted", "endpoint_disabled"
+# Why a delivery was given up; or the code with which its operation has failed.
+EXHAUSTED, NO_ENDPOINT, ERASED, DISCARDED = "attempts_exhausted", "endpoint_disabled", "erased", "discarded"
 
 _ADD = """
 INSERT INTO idempotency.webhook_endpoints (id, tenant, service, url, events)
@@ -138,11 +138,14 @@ _DISABLED_BY_ITSELF = f"""
 SELECT id, tenant, disabled_because FROM idempotency.webhook_endpoints
 WHERE service = %(service)s AND status = '{DISABLED}' AND disabled_because IN ('{GONE}', '{FAILING}') ORDER BY id LIMIT 100
 """
-# With their attempts. One that waits stays, however old.
-_FORGET = """
+# Of a record, an outbox row or a dead letter: it is of the operation that makes the delivery `w`.
+OF_DELIVERY = "(tenant, task, key) = (w.tenant, w.task, w.id || ':' || w.redelivery)"
+# With their attempts. One that waits stays, however old, and so does one that a person may replay.
+_FORGET = f"""
 DELETE FROM idempotency.webhook_deliveries WHERE id IN (
-    SELECT id FROM idempotency.webhook_deliveries
+    SELECT id FROM idempotency.webhook_deliveries w
     WHERE service = %(service)s AND ended_at < (SELECT clock_timestamp() - make_interval(secs => %(retention)s))
+      AND NOT EXISTS (SELECT FROM idempotency.dead_letters WHERE {OF_DELIVERY} AND status = 'open')
     ORDER BY ended_at LIMIT %(limit)s
     FOR UPDATE SKIP LOCKED)  -- one that is just being redelivered has not ended any more
 """
@@ -272,6 +275,8 @@ def begin_attempt(connection: Connection, id: str, redelivery: int, *, most: int
     found = connection.exec_driver_sql(_DUE, fields).one_or_none()
     if found is None or found.status != ENABLED:
         return NotBegun(NO_ENDPOINT)
+    if not found.body:
+        return NotBegun(ERASED)
     if found.tries >= most:
         return NotBegun(EXHAUSTED)
     if found.is_busy:
