@@ -18,6 +18,8 @@ from idempotency.operate.replay import replay
 from idempotency.store import erasure
 from idempotency.testing import Outbox
 from idempotency.wire.keys import OperationId
+from tests.support import bank as b
+from tests.support.deliveries import Deliveries
 from tests.support.dump import holding
 from tests.support.operators import ANN
 from tests.support.receiver import Receiver
@@ -124,6 +126,19 @@ def test_an_empty_body_is_given_up_and_not_posted(
     outbox.run()
     assert (receiver.webhooks, statuses(rows)) == ([], [("given_up", "erased")])
     assert rows("endpoints")[0].given_up == 0
+
+
+def test_the_erasure_of_another_consumer_of_an_event_leaves_its_webhooks(
+    shop: Celery, waiting: Waiting, outbox: Outbox, rows: Any
+) -> None:
+    """Each of its consumers has an operation with the event's id as its key."""
+    fan_out, _ = waiting(name="x")
+    outbox.run()
+    another = OperationId("acme", b.deposit.name, fan_out.key)
+    Deliveries(shop).deliver(b.deposit, "x", key=fan_out.key, tenant="acme")
+    assert erase(shop, another, ANN) == [another]
+    assert rows("deliveries")[0].body != ""
+    operate.redeliver(shop, ANN, rows("deliveries")[0].id)
 
 
 def error_of(act: Callable[[], object]) -> Exception | None:
