@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Any
 
 from sqlalchemy import Connection, Row
@@ -51,8 +52,10 @@ WHERE e.tenant = %(tenant)s AND e.service = %(service)s AND e.status = '{ENABLED
 _SET_STATUS = """
 UPDATE idempotency.webhook_endpoints
 SET status = %(status)s, disabled_because = %(because)s, failing_since = NULL, given_up = 0, changed_at = clock_timestamp()
-WHERE id = %(id)s AND service = %(service)s RETURNING tenant
+WHERE id = %(id)s AND service = %(service)s
 """
+# One that was disabled since it was read stays so.
+_ENABLE = f"{_SET_STATUS} AND (status <> '{DISABLED}' OR changed_at = %(seen)s)"
 
 _ADD_DELIVERY = """
 INSERT INTO idempotency.webhook_deliveries (id, tenant, service, endpoint_id, task, event_type, body)
@@ -208,11 +211,16 @@ def open_endpoints(connection: Connection, service: str, tenant: str) -> Sequenc
     return connection.exec_driver_sql(_OPEN, {"service": service, "tenant": tenant}).all()
 
 
-def set_status(connection: Connection, service: str, id: str, status: str, *, because: str | None = None) -> str | None:
-    """Enable or disable an endpoint, and forget how it has failed. Returns its tenant; None if there is none with this id."""
-    fields = {"service": service, "id": id, "status": status, "because": because}
-    tenant: str | None = connection.exec_driver_sql(_SET_STATUS, fields).scalar_one_or_none()
-    return tenant
+def enable(connection: Connection, service: str, id: str, *, seen: datetime) -> bool:
+    """Enable an endpoint whose last change was `seen`, and forget how it has failed. False: it was disabled since then."""
+    fields = {"service": service, "id": id, "status": ENABLED, "because": None, "seen": seen}
+    return connection.exec_driver_sql(_ENABLE, fields).rowcount > 0
+
+
+def disable(connection: Connection, service: str, id: str) -> None:
+    """Disable an endpoint for a person."""
+    fields = {"service": service, "id": id, "status": DISABLED, "because": BY_PERSON}
+    connection.exec_driver_sql(_SET_STATUS, fields)
 
 
 def disabled_by_itself(connection: Connection, service: str) -> Sequence[Row[Any]]:
