@@ -35,9 +35,10 @@ def owner_of(app: Celery, message: Message, queue: str) -> str | None:
 def is_left_to_others(app: Celery, message: Message) -> bool:
     """Whether other applications still have time to take a message that is not known to be this one's.
 
-    They have `unknown_task_grace` seconds. Then this application keeps it, so that it is not there forever.
+    They have `unknown_task_grace` seconds. Then this application keeps it, so that it is not there forever; at once, if a
+    forged time of death lies further ahead than that.
     """
     died_at = death_of(message.headers).time
     if died_at is None:
         return False
-    return (datetime.now(UTC) - died_at).total_seconds() <= runtime_of(app).settings.unknown_task_grace
+    return abs((datetime.now(UTC) - died_at).total_seconds()) <= runtime_of(app).settings.unknown_task_grace

@@ -9,7 +9,7 @@ from sqlalchemy import Connection, Row
 from ..attempt import conclusions
 from ..errors import DiscardRefused, NotAllowed
 from ..identities import looks_like
-from ..store import dead_letters, discards, operations, saga_changes
+from ..store import dead_letters, discards, operations, saga_changes, webhook_letters
 from ..wire import keys
 from ..wire.keys import OperationId
 from .change import Change, audit, called, repeated
@@ -47,6 +47,7 @@ def approve(connection: Connection, person: Person, letter: int) -> None:
     """
     if person.role != "admin":
         raise NotAllowed(f"approve: needs the role admin, {person.name!r} is {person.role}")
+    webhook = webhook_letters.delivery_of(connection, letter)
     row = _locked(connection, letter)
     asked, reason = discards.requested(connection, letter), None
     if asked is not None and looks_like(asked.requested_by) != looks_like(person.name):
@@ -71,6 +72,8 @@ def approve(connection: Connection, person: Person, letter: int) -> None:
         )
     id, record = _operation_to_discard(connection, letter, row)
     discards.discard(connection, letter)
+    if webhook is not None:
+        webhook_letters.give_up(connection, webhook.id)
     change = Change(person.name, reason, check_person=person.check)
     audit(connection, change, "discard_approved", id, record, details={"dead_letter": letter})
 

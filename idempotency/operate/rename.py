@@ -5,24 +5,33 @@ from __future__ import annotations
 from celery import Celery
 
 from ..application import runtime_of
-from ..errors import ChangeRefused
+from ..broker.channel import BrokerChannel
+from ..errors import BrokerUnavailable, ChangeRefused
+from ..framework import framework
+from ..observe.logs import log
+from ..queues import forwarded_dead_letters
 from ..store import renaming
 from .change import Change, audit
 from .money import check_verified_for
+
+# Seconds to wait for what the broker says.
+BROKER_TIMEOUT = 5.0
 
 
 def rename_service(app: Celery, old: str, new: str, change: Change) -> dict[str, int]:
     """Give what is stored for the application `old` (`renaming.TABLES`) to this one, which is called `new`.
 
     Returns how many of each. Many short transactions, each with its audit row: if it is interrupted, repeat it. Raises
-    `NotAuthenticated` if a task of theirs moves money and the person is not verified, and `ChangeRefused` while a process of `old` is running, since it would go on to write under that name, and unless `new`
-    is this application's name. A web server is known by its requests only.
+    `NotAuthenticated` if a task of theirs moves money and the person is not verified, and `ChangeRefused` while a process of `old` is
+    running, since it would go on to write under that name, while the broker says that others have forwarded dead messages to it, and
+    unless `new` is this application's name. A web server is known by its requests only.
     """
     runtime = runtime_of(app)
     settings = runtime.settings
     if new != settings.service or old == new:
         raise ChangeRefused(f"NEW: must be this application's name, {settings.service!r}, and OLD another; got {new!r}")
     check_verified_for(app, old, change)
+    _check_nothing_forwarded(app, old)
     renamed, tables, after = dict.fromkeys(renaming.TABLES, 0), list(renaming.TABLES), None
     while tables:
         with runtime.engine.begin() as connection:
@@ -38,6 +47,7 @@ def rename_service(app: Celery, old: str, new: str, change: Change) -> dict[str,
             rows, after = renaming.rename(connection, tables[0], old, new, after=after)
             if after is None and len(tables) == 1:
                 renaming.signal_again(connection, new)
+                renaming.rename_alarms(connection, old, new)
             if rows:
                 details = {"old": old, "new": new, "table": tables[0], "rows": rows}
                 audit(connection, change, "rename_service", None, None, details=details)
@@ -45,3 +55,20 @@ def rename_service(app: Celery, old: str, new: str, change: Change) -> dict[str,
         if after is None:
             tables.pop(0)
     return renamed
+
+
+def _check_nothing_forwarded(app: Celery, old: str) -> None:
+    """Raise `ChangeRefused` if dead messages wait where only a relay of `old` takes them. A broker that is away does not say."""
+    queue, channel = forwarded_dead_letters(old), BrokerChannel(app, timeout=BROKER_TIMEOUT)
+    try:
+        found = channel.in_queue(queue)
+    except BrokerUnavailable as error:
+        log.warning("queue_not_seen", queue=queue, error=str(error))
+        return
+    finally:
+        channel.close()
+    if found is not None and found.ready:
+        raise ChangeRefused(
+            f"{old}: the queue {queue} has dead messages ({found.ready}), which nothing takes under another name; first run "
+            f"`{framework().command} dead-letters consume --once` under the old one, and delete the queue"
+        )

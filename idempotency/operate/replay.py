@@ -17,7 +17,7 @@ from ..errors import NotAuthenticated, PermanentError, ReplayRefused, StoredRefu
 from ..letters.examine import ALTERED, UNSIGNED
 from ..letters.letter import EXPLANATIONS
 from ..settings import Settings
-from ..store import dead_letters, erasure, letter_operations, operations, saga_changes
+from ..store import dead_letters, erasure, letter_operations, operations, saga_changes, webhook_letters
 from ..wire.keys import OperationId
 from ..wire.signing import signed_at
 from .change import Change, audit, called, repeated
@@ -69,7 +69,7 @@ def replay(app: Celery, letter: int, change: Change, *, is_confirmed: bool = Tru
 
     `is_confirmed`: False: not what was declined or cancelled (`NotConfirmed`); `to_confirm` lists it, for a person to confirm.
     Raises `OperationNotFound`, `ChangeRefused`, `NotAuthenticated` and `ReplayRefused`, the last also for an operation whose end a
-    saga has used, and for a message without a valid signature where one is required.
+    saga has used, for a webhook that was erased or redelivered, and for a message without a valid signature where one is required.
     """
     app.loader.import_default_modules()  # a letter whose operation is not known yet is named by its task
     runtime = runtime_of(app)
@@ -83,6 +83,7 @@ def replay(app: Celery, letter: int, change: Change, *, is_confirmed: bool = Tru
         service = runtime.settings.service
         _check_signature(connection, letter, runtime.settings)
         _check_not_erased(connection, letter)
+        _wait_again(connection, letter)
         details: dict[str, Any] = {"dead_letter": letter}
         if (stopped := saga_changes.stopped_by(connection, letter)) is not None:
             retried = saga_changes.retry(connection, stopped, service=service, app=app)
@@ -143,6 +144,18 @@ def _check_not_erased(connection: Connection, letter: int) -> None:
         raise ReplayRefused(
             f"dead letter {letter}: the data of its operation was erased at {at:%F %T%z}; it never runs again"
         )
+
+
+def _wait_again(connection: Connection, letter: int) -> None:
+    """Let the webhook of a letter's operation wait again. Raises `ReplayRefused` for one that was erased or redelivered since."""
+    webhook = webhook_letters.delivery_of(connection, letter)
+    if webhook is None:
+        return
+    if webhook.is_erased:
+        raise ReplayRefused(f"dead letter {letter}: the body of its webhook was erased")
+    if webhook.is_past:
+        raise ReplayRefused(f"dead letter {letter}: its webhook was redelivered since; discard the letter")
+    webhook_letters.wait_again(connection, webhook.id)
 
 
 def _check_signature(connection: Connection, letter: int, settings: Settings) -> None:

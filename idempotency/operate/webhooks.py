@@ -72,12 +72,14 @@ def add_endpoint(
 def enable_endpoint(runtime: Runtime, change: Change, id: str) -> None:
     """Challenge an endpoint, and let it get webhooks once it has answered. What it has missed is not sent.
 
-    Takes up to `webhook_timeout` seconds. Raises `ChangeRefused` for another answer or none, and `OperationNotFound`.
+    Takes up to `webhook_timeout` seconds. Raises `ChangeRefused` for another answer or none, and if it was disabled
+    meanwhile, and `OperationNotFound`.
     """
     endpoint, given = _endpoint(runtime, id)
     challenge.ask(Sender.of(runtime.settings), endpoint.url, given)
     with runtime.engine.begin() as connection:
-        stored.set_status(connection, runtime.settings.service, id, stored.ENABLED)
+        if not stored.enable(connection, runtime.settings.service, id, seen=endpoint.changed_at):
+            raise ChangeRefused(f"{id}: was disabled while it was challenged; look again")
         audit(connection, change, "webhook_enabled", None, None, details=_details(endpoint))
 
 
@@ -85,7 +87,7 @@ def disable_endpoint(runtime: Runtime, change: Change, id: str) -> None:
     """Send an endpoint nothing more; what waits is given up. An alarm about it is over. Raises `OperationNotFound`."""
     endpoint, _ = _endpoint(runtime, id)
     with runtime.engine.begin() as connection:
-        stored.set_status(connection, runtime.settings.service, id, stored.DISABLED, because=stored.BY_PERSON)
+        stored.disable(connection, runtime.settings.service, id)
         audit(connection, change, "webhook_disabled", None, None, details=_details(endpoint))
 
 

@@ -41,10 +41,12 @@ _OF_SAGA = f"SELECT id FROM idempotency.sagas WHERE {ROW} AND NOT observed"
 # A message that could not be examined to its end has the task's name in its header alone.
 _LETTERS = f"""({ROW} OR tenant = %(tenant)s AND task IS NULL AND header_task = %(task)s AND key = %(key)s
     OR outbox_id IN (SELECT id FROM idempotency.outbox WHERE {ROW}))"""
-# Deliveries of webhooks that the operation is, or has made as the fan-out of an event: then its key is the event's id.
+# Deliveries of webhooks that the operation is, or has made as the fan-out of an event: then its key is the event's id, as it is
+# of every other consumer's operation.
 _DELIVERIES = """tenant = %(tenant)s AND (
     task = %(task)s AND id = split_part(%(key)s, ':', 1)
-    OR id = 'msg_' || left(encode(sha256(pg_catalog.convert_to(%(key)s || ':' || endpoint_id, 'UTF8')), 'hex'), 32))"""
+    OR regexp_replace(task, 'deliver$', 'fan_out') = %(task)s
+        AND id = 'msg_' || left(encode(sha256(pg_catalog.convert_to(%(key)s || ':' || endpoint_id, 'UTF8')), 'hex'), 32))"""
 # The events that its saga has waited for, or was given by a person.
 _EVENTS = f"""
 SELECT e.id FROM idempotency.sagas g JOIN idempotency.saga_events e ON (e.tenant, e.service) = (g.tenant, g.service)

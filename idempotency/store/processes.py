@@ -19,7 +19,8 @@ WITH forgotten AS (
 INSERT INTO idempotency.processes AS p (kind, name, host, pid, service, version, queues, started_at, seen_at)
 VALUES (%(kind)s, %(name)s, %(host)s, %(pid)s, %(service)s, %(version)s, %(queues)s,
         clock_timestamp() - make_interval(secs => %(age)s), clock_timestamp())
-ON CONFLICT (kind, name, host, pid) DO UPDATE SET seen_at = clock_timestamp(), queues = excluded.queues
+ON CONFLICT (kind, name, host, pid) DO UPDATE
+SET seen_at = clock_timestamp(), queues = excluded.queues, service = excluded.service
 """
 
 _SUCCEED = """

@@ -165,7 +165,7 @@ DELETE FROM idempotency.saga_events WHERE id IN (
     SELECT e.id FROM idempotency.saga_events e
     WHERE e.service = %(service)s
       AND e.received_at < (SELECT least(clock_timestamp() - make_interval(secs => %(retention)s), min(g.accepted_at))
-                           FROM idempotency.sagas g WHERE g.status = 'RUNNING')
+                           FROM idempotency.sagas g WHERE g.status = 'RUNNING' AND g.service = %(service)s)
     ORDER BY e.received_at LIMIT %(limit)s)
 """
 

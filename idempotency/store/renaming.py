@@ -11,6 +11,7 @@ from typing import Any
 from sqlalchemy import Connection, Row
 
 from ..wire.keys import HTTP_TASK
+from .outbox import external_task, refresh_lanes
 
 # Rows that one statement reads, in the order of the primary key; of those it changes the ones with the old name.
 PAGE = 5000
@@ -28,6 +29,8 @@ TABLES = {
     "lanes": ({"task": "text", "ordering_key": "text"}, "service"),
     "outbox": ({"id": "bigint"}, "service"),
     "sagas": ({"id": "uuid"}, "service"),
+    # those that are silent: under the new name, `forget` finds them
+    "processes": ({"kind": "text", "name": "text", "host": "text", "pid": "int"}, "service"),
 }
 
 # The first page has no `after`.
@@ -40,6 +43,22 @@ WITH page AS MATERIALIZED (
     RETURNING 1
 )
 SELECT {keys}, (SELECT count(*) FROM renamed) AS renamed FROM page ORDER BY {descending} LIMIT 1
+"""
+
+# Events for consumers outside are ordered under their application's name. Those of before keep their places, which are earlier
+# than those of what is published under the new one.
+_REORDER = """
+UPDATE idempotency.outbox SET task = %(new)s
+WHERE id > %(after)s AND id <= %(last)s AND task = %(old)s AND service = %(service)s
+  AND status <> 'published' AND ordering_key IS NOT NULL AND place IS NOT NULL
+RETURNING ordering_key
+"""
+
+# An alarm that is on under both names goes on under the new one.
+_RENAME_ALARMS = """
+WITH ended AS (DELETE FROM idempotency.alarms WHERE service = %(old)s RETURNING name, since, logged_at, sent_at)
+INSERT INTO idempotency.alarms (service, name, since, logged_at, sent_at)
+SELECT %(new)s, name, since, logged_at, sent_at FROM ended ON CONFLICT DO NOTHING
 """
 
 _TASKS = """
@@ -90,6 +109,11 @@ def signal_again(connection: Connection, service: str) -> None:
     connection.exec_driver_sql(_SIGNAL_AGAIN, {"service": service})
 
 
+def rename_alarms(connection: Connection, old: str, new: str) -> None:
+    """Let the alarms of `old` go on under the new name, or end."""
+    connection.exec_driver_sql(_RENAME_ALARMS, {"old": old, "new": new})
+
+
 def rename(
     connection: Connection, table: str, old: str, new: str, *, after: Sequence[Any] | None
 ) -> tuple[int, Sequence[Any] | None]:
@@ -112,4 +136,16 @@ def rename(
     fields = {f"after_{name}": value for name, value in zip(names, after or (), strict=False)}
     connection.exec_driver_sql(_PATIENCE)
     last = connection.exec_driver_sql(statement, fields | {"old": old, "new": new, "page": PAGE}).one_or_none()
-    return (0, None) if last is None else (last.renamed, [getattr(last, name) for name in names])
+    if last is None:
+        return 0, None
+    if table == "outbox":
+        _reorder(connection, old, new, after=0 if after is None else after[0], last=last.id)
+    return last.renamed, [getattr(last, name) for name in names]
+
+
+def _reorder(connection: Connection, old: str, new: str, *, after: int, last: int) -> None:
+    """Bring the events for consumers outside of one page into the lanes of the new name."""
+    tasks = (external_task(old), external_task(new))
+    fields = {"old": tasks[0], "new": tasks[1], "service": new, "after": after, "last": last}
+    keys = connection.exec_driver_sql(_REORDER, fields).scalars().all()
+    refresh_lanes(connection, [(task, key) for key in keys for task in tasks])

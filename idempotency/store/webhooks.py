@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Any
 
 from sqlalchemy import Connection, Row
@@ -11,8 +12,8 @@ from sqlalchemy import Connection, Row
 ENABLED, DISABLED, UNVERIFIED = "enabled", "disabled", "unverified"
 # Why an endpoint is disabled.
 GONE, FAILING, BY_PERSON = "gone", "failing", "person"
-# Why a delivery was given up.
-EXHAUSTED, NO_ENDPOINT = "attempts_exhausted", "endpoint_disabled"
+# Why a delivery was given up; or the code with which its operation has failed.
+EXHAUSTED, NO_ENDPOINT, ERASED, DISCARDED = "attempts_exhausted", "endpoint_disabled", "erased", "discarded"
 
 _ADD = """
 INSERT INTO idempotency.webhook_endpoints (id, tenant, service, url, events)
@@ -51,8 +52,10 @@ WHERE e.tenant = %(tenant)s AND e.service = %(service)s AND e.status = '{ENABLED
 _SET_STATUS = """
 UPDATE idempotency.webhook_endpoints
 SET status = %(status)s, disabled_because = %(because)s, failing_since = NULL, given_up = 0, changed_at = clock_timestamp()
-WHERE id = %(id)s AND service = %(service)s RETURNING tenant
+WHERE id = %(id)s AND service = %(service)s
 """
+# One that was disabled since it was read stays so.
+_ENABLE = f"{_SET_STATUS} AND (status <> '{DISABLED}' OR changed_at = %(seen)s)"
 
 _ADD_DELIVERY = """
 INSERT INTO idempotency.webhook_deliveries (id, tenant, service, endpoint_id, task, event_type, body)
@@ -138,11 +141,14 @@ _DISABLED_BY_ITSELF = f"""
 SELECT id, tenant, disabled_because FROM idempotency.webhook_endpoints
 WHERE service = %(service)s AND status = '{DISABLED}' AND disabled_because IN ('{GONE}', '{FAILING}') ORDER BY id LIMIT 100
 """
-# With their attempts. One that waits stays, however old.
-_FORGET = """
+# Of a record, an outbox row or a dead letter: it is of the operation that makes the delivery `w`.
+OF_DELIVERY = "(tenant, task, key) = (w.tenant, w.task, w.id || ':' || w.redelivery)"
+# With their attempts. One that waits stays, however old, and so does one that a person may replay.
+_FORGET = f"""
 DELETE FROM idempotency.webhook_deliveries WHERE id IN (
-    SELECT id FROM idempotency.webhook_deliveries
+    SELECT id FROM idempotency.webhook_deliveries w
     WHERE service = %(service)s AND ended_at < (SELECT clock_timestamp() - make_interval(secs => %(retention)s))
+      AND NOT EXISTS (SELECT FROM idempotency.dead_letters WHERE {OF_DELIVERY} AND status = 'open')
     ORDER BY ended_at LIMIT %(limit)s
     FOR UPDATE SKIP LOCKED)  -- one that is just being redelivered has not ended any more
 """
@@ -205,11 +211,16 @@ def open_endpoints(connection: Connection, service: str, tenant: str) -> Sequenc
     return connection.exec_driver_sql(_OPEN, {"service": service, "tenant": tenant}).all()
 
 
-def set_status(connection: Connection, service: str, id: str, status: str, *, because: str | None = None) -> str | None:
-    """Enable or disable an endpoint, and forget how it has failed. Returns its tenant; None if there is none with this id."""
-    fields = {"service": service, "id": id, "status": status, "because": because}
-    tenant: str | None = connection.exec_driver_sql(_SET_STATUS, fields).scalar_one_or_none()
-    return tenant
+def enable(connection: Connection, service: str, id: str, *, seen: datetime) -> bool:
+    """Enable an endpoint whose last change was `seen`, and forget how it has failed. False: it was disabled since then."""
+    fields = {"service": service, "id": id, "status": ENABLED, "because": None, "seen": seen}
+    return connection.exec_driver_sql(_ENABLE, fields).rowcount > 0
+
+
+def disable(connection: Connection, service: str, id: str) -> None:
+    """Disable an endpoint for a person."""
+    fields = {"service": service, "id": id, "status": DISABLED, "because": BY_PERSON}
+    connection.exec_driver_sql(_SET_STATUS, fields)
 
 
 def disabled_by_itself(connection: Connection, service: str) -> Sequence[Row[Any]]:
@@ -272,6 +283,8 @@ def begin_attempt(connection: Connection, id: str, redelivery: int, *, most: int
     found = connection.exec_driver_sql(_DUE, fields).one_or_none()
     if found is None or found.status != ENABLED:
         return NotBegun(NO_ENDPOINT)
+    if not found.body:
+        return NotBegun(ERASED)
     if found.tries >= most:
         return NotBegun(EXHAUSTED)
     if found.is_busy:

@@ -133,7 +133,7 @@ def _deliver(task: IdempotentTask, delivery_id: str, redelivery: int) -> dict[st
         stored.delivered(connection, delivery_id, redelivery)
         return outcome
     stored.give_up(connection, delivery_id, redelivery, outcome["given_up"])
-    if outcome["given_up"] != stored.NO_ENDPOINT:
+    if outcome["given_up"] not in (stored.NO_ENDPOINT, stored.ERASED):
         settings = runtime.settings
         endpoint = stored.count_given_up(
             connection,

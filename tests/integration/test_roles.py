@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
 from typing import Any
 from uuid import uuid4
 
@@ -297,7 +298,7 @@ def test_the_application_delivers_webhooks_of_its_tenant_alone(walled: str, as_r
             webhooks.add_endpoint(
                 connection, tenant, tenant=tenant, service="s", url="https://x.example/", events=["*"], secret="whsec_"
             )
-            webhooks.set_status(connection, "s", tenant, webhooks.ENABLED)
+            assert webhooks.enable(connection, "s", tenant, seen=datetime.now(UTC))
     with as_role(APPLICATION).connect() as connection:
         connection.execute(text("SELECT set_config('idempotency.tenant', 'a', true)"))
         assert [row.id for row in webhooks.open_endpoints(connection, "s", "a")] == ["a"]

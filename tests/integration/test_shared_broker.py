@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
 from typing import Any
 from uuid import uuid4
 
@@ -25,7 +27,7 @@ from idempotency.wire.message import SERVICE_HEADER
 from tests.support import bank as b
 from tests.support import operations as op
 from tests.support.applications import application
-from tests.support.dead_messages import headers
+from tests.support.dead_messages import body_of, headers, publish
 from tests.support.processes import Processes, eventually
 
 PLACE = "orders.place"
@@ -221,6 +223,22 @@ def test_what_names_nobody_in_a_dead_letter_queue_that_two_have_chosen_is_left_t
     assert reasons(connection) == []
     eventually(lambda: (consume(orders), reasons(others))[1])
     assert reasons(others) == [("rejected", "orders")]
+
+
+def test_what_says_that_it_will_die_in_the_years_to_come_is_not_left_to_others(
+    start: Start, connection: Connection
+) -> None:
+    """By a sender who may publish to the dead-letter queue: it would be there forever."""
+    ours = start("ours", quorum_queue("payments", dead_letter_queue="dead"))
+    declare(ours, *ours.amqp.queues.values())
+    ours.conf.idempotency_unknown_task_grace = 3600.0
+    close_runtime(ours)
+    for key, time in (("a1", datetime.now(UTC)), ("a2", datetime(2100, 1, 1, tzinfo=UTC))):
+        death = [{"queue": "elsewhere", "reason": "rejected", "time": time}]
+        sent = headers(**{SERVICE_HEADER: "nobody"}) | {"x-death": death}
+        publish(ours, body_of(key), queue="dead", headers=sent)
+    eventually(lambda: (consume(ours), reasons(connection))[1])
+    assert [json.loads(json.loads(each.payload)["body"])[0] for each in op.dead_letters(connection)] == [["a2"]]
 
 
 # ---------------------------------------------------------------- queues of an earlier version

@@ -90,6 +90,18 @@ def test_neither_what_is_undone_nor_what_an_observer_notes_keeps_events(stage: S
     assert kept(stage) == []
 
 
+def test_a_saga_of_another_application_keeps_no_events(stage: Stage, late: Any) -> None:
+    """Of one that is gone, for example, whose sagas never end."""
+    stage.enqueue(late, "r1")
+    stage.run()
+    stage.publish("picked", {"id": "r1"})
+    age(stage, 31.0)
+    assert kept(stage) == ["id=r1"]
+    with stage.engine.begin() as connection:
+        connection.execute(text("UPDATE idempotency.sagas SET service = 'another'"))
+    assert kept(stage) == []
+
+
 FIELDS = {"service": "bank", "retention": DAY, "limit": 1000}
 
 

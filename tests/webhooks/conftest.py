@@ -21,6 +21,7 @@ from idempotency.testing import Outbox
 from idempotency.webhooks import posting, send_webhooks
 from idempotency.webhooks.posting import Sender
 from idempotency.webhooks.signing import Scheme
+from idempotency.wire.keys import OperationId
 from tests.support import receiver as receivers
 from tests.support.commands import Run, runner
 from tests.support.receiver import Receiver
@@ -101,6 +102,25 @@ def register(runtime: Runtime, receiver: Receiver) -> Callable[..., operate.NewE
         return made
 
     return register
+
+
+@pytest.fixture
+def waiting(
+    happen: Callable[..., str], register: Callable[..., Any], outbox: Outbox, rows: Callable[[str], Any]
+) -> Callable[..., tuple[OperationId, OperationId]]:
+    """An event whose delivery has not begun; returns the operations of its fan-out and its delivery."""
+
+    def waiting(**data: Any) -> tuple[OperationId, OperationId]:
+        register()
+        event = happen(**data)
+        row = outbox._next()
+        assert row is not None
+        outbox._deliver(row)
+        (delivery,) = rows("deliveries")
+        fan_out = OperationId("acme", "webhooks.fan_out", event)
+        return fan_out, OperationId("acme", "webhooks.deliver", f"{delivery.id}:0")
+
+    return waiting
 
 
 @pytest.fixture

@@ -85,6 +85,25 @@ def test_without_the_right_answer_in_time_it_gets_nothing(
     assert (len(receiver.webhooks), rows("deliveries")) == (0, [])
 
 
+@pytest.mark.parametrize("was", ["enabled", "disabled"])
+def test_an_endpoint_that_is_disabled_during_its_challenge_stays_disabled(
+    runtime: Runtime, receiver: Receiver, register: Callable[..., Any], rows: Rows, was: str
+) -> None:
+    """By a person, who does not know that another one enables it."""
+    endpoint = register()
+    if was == "disabled":
+        operate.disable_endpoint(runtime, ANN, endpoint.id)
+
+    def disabling(request: Request) -> Answer:
+        operate.disable_endpoint(runtime, ANN, endpoint.id)
+        return accept(request)
+
+    receiver.answer = disabling
+    with pytest.raises(ChangeRefused, match="was disabled while it was challenged; look again"):
+        operate.enable_endpoint(runtime, ANN, endpoint.id)
+    assert (rows("endpoints")[0].status, rows("endpoints")[0].disabled_because) == ("disabled", "person")
+
+
 def test_an_address_that_is_not_public_is_refused_before_anything_is_stored(runtime: Runtime, rows: Rows) -> None:
     for url in ("http://example.com/", "https://10.0.0.1/", "https://localhost/", "https://user@example.com/"):
         with pytest.raises(AddressRefused):

@@ -15,12 +15,14 @@ from idempotency.checks.settings import check_webhooks
 from idempotency.errors import SettingsError
 from idempotency.operate import webhooks as operate
 from idempotency.operate.change import Change
+from idempotency.operate.replay import replay
 from idempotency.settings import Settings
 from idempotency.store.overview import monitoring_connection
 from idempotency.testing import Outbox
 from idempotency.upkeep import alarms, overview
 from idempotency.upkeep.maintenance import purge_once
 from tests.support.receiver import Receiver, answering
+from tests.webhooks.test_letters import Waiting, cancelled
 
 ANN = Change("ann", "test")
 Rows = Callable[[str], Any]
@@ -54,6 +56,23 @@ def test_what_has_ended_is_purged_with_its_attempts_and_what_waits_stays(
     purge_once(shop, limit=100)
     assert [(row.status, row.event_type) for row in rows("deliveries")] == [("waiting", "order.paid")]
     assert [row.status for row in rows("attempts")] == [500]
+
+
+def test_a_delivery_that_a_person_may_replay_stays(
+    shop: Celery, waiting: Waiting, outbox: Outbox, receiver: Receiver, engine: Engine, rows: Rows
+) -> None:
+    _, id = waiting()
+    letter = cancelled(shop, engine, id)
+    age(engine, 40)
+    purge_once(shop, limit=100)
+    assert len(rows("deliveries")) == 1
+    replay(shop, letter, ANN)
+    purge_once(shop, limit=100)
+    outbox.run()
+    assert (len(receiver.webhooks), rows("deliveries")[0].status) == (1, "delivered")
+    age(engine, 40)
+    purge_once(shop, limit=100)
+    assert rows("deliveries") == []
 
 
 def test_an_endpoint_that_has_disabled_itself_is_an_alarm_until_a_person_has_seen_to_it(
