@@ -25,7 +25,7 @@ from ..wire.message import (
 )
 from ..wire.signing import claimed_at
 from .ending import Ending, wait_at_most
-from .examine import Examined, examine
+from .examine import Examined, disbelieved, examine
 from .letter import (
     PERHAPS_A_DEPLOY,
     body_of,
@@ -113,9 +113,9 @@ def _is_stale(app: Celery, message: BrokerMessage, id: OperationId) -> bool:
 
 
 def store_unhandled(app: Celery, message: BrokerMessage) -> None:
-    """Store a message without touching its operation: the body, and those headers that are text or numbers."""
-    plain = {name: value for name, value in message.headers.items() if isinstance(value, str | int)}
-    letter = letter_of(app, message, plain, "unhandled", None)
+    """Store a message without touching its operation, which it names only if it is believed."""
+    examined = disbelieved(app, message) or Examined("unhandled")
+    letter = letter_of(app, message, message.headers, reason_of(message, examined), None, examined.detail)
     stored = _store_alone(app, letter, LOCK_PATIENCE)
     log.error("dead_letter", letter=stored, reason=letter.reason, task=letter.header_task, queue=letter.queue)
 
