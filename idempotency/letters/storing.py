@@ -62,8 +62,6 @@ def store(
         log.info("expired", task=shown(message.headers.get("task")))
         return None
     examined = examine(app, message)
-    if examined.id is not None and _is_stale(app, message, examined.id):
-        examined = Examined("stale", examined.task)
     fingerprints: list[str] = []
     if examined.id is not None:
         try:
@@ -73,6 +71,10 @@ def store(
             examined = Examined("invalid_arguments", examined.task)
     letter = letter_of(app, message, message.headers, reason_of(message, examined), examined.id, examined.detail)
     dead = dead_of(app, message, examined, fingerprints, letter)
+    # also if its headers alone name the operation: what comes back is signed anew
+    if dead is not None and _is_stale(app, message, dead.id):
+        examined, dead = Examined("stale", examined.task), None
+        letter = letter_of(app, message, message.headers, "stale", None)
     sender = str(message.headers.get(SERVICE_HEADER))
     try:
         if dead is not None and letter.reason in PERHAPS_A_DEPLOY and _came_back(app, dead, letter, sender, patience):
