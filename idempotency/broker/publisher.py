@@ -35,12 +35,21 @@ _NOT_ENCODED = (LookupError, ValueError, TypeError, ArithmeticError, RecursionEr
 class Publisher(BrokerChannel):
     """Publishes with confirms over a separate channel. `confirm_timeout`: seconds to wait for those of a batch.
 
-    Every message is signed with the first of the `secrets`, if there are any.
+    Every message is signed with the first of the `secrets`, if there are any. `first_published`: when what is copied was,
+    in seconds since 1970; None: these messages are no copies.
     """
 
-    def __init__(self, app: Celery, *, confirm_timeout: float, secrets: Sequence[SecretStr] = ()) -> None:
+    def __init__(
+        self,
+        app: Celery,
+        *,
+        confirm_timeout: float,
+        secrets: Sequence[SecretStr] = (),
+        first_published: float | None = None,
+    ) -> None:
         super().__init__(app, timeout=confirm_timeout)
         self._secrets = secrets
+        self._first_published = first_published
         # of the batch under way: the tags whose confirms are awaited, and what was sent back or nacked
         self._tag = 0
         self._awaited: dict[int, str] = {}
@@ -134,7 +143,8 @@ class Publisher(BrokerChannel):
             message, headers={each: value for each, value in message.headers.items() if each not in COPIES}
         )
         if self._secrets:
-            signature = sign(message.headers, message.body, self._secrets[0], at=time.time())
+            at = time.time() if self._first_published is None else self._first_published
+            signature = sign(message.headers, message.body, self._secrets[0], at=at)
             message = replace(message, headers=message.headers | {SIGNATURE_HEADER: signature})
         properties = {name: value for name, value in message.properties.items() if name != "priority"}
         prepared = channel.prepare_message(

@@ -56,24 +56,30 @@ class Examined:
     detail: str | None = None
 
 
-def examine(app: Celery, message: Message) -> Examined:
-    """Say whether a worker can run this message. A content type that is not accepted is never decoded."""
+def disbelieved(app: Celery, message: Message) -> Examined | None:
+    """Why nothing is believed that a message says, if so: it is beyond a limit, or not signed by this application."""
     headers = message.headers
-    name = headers.get("task")
     limit = max(BODY_LIMIT, BODY_PER_ARGUMENTS * runtime_of(app).settings.arguments_limit)
     if (beyond := beyond_limits(headers, message.body, body_limit=limit)) is not None:
         return Examined(BEYOND_LIMIT, detail=beyond)
-    known = app.tasks.get(name) if isinstance(name, str) else None
     # also with a header of ours for a task that is plain here: newer code may have made it idempotent
-    is_ours = isinstance(known, IdempotentTask) or any(
+    is_ours = isinstance(_task_of(app, headers), IdempotentTask) or any(
         is_our_header(each) and each != SIGNATURE_HEADER for each in headers
     )
     if is_ours and (forged := _forged(app, message)) is not None:
-        return Examined(forged)  # nothing that it says is believed
+        return Examined(forged)
+    return None
+
+
+def examine(app: Celery, message: Message) -> Examined:
+    """Say whether a worker can run this message. A content type that is not accepted is never decoded."""
+    if (refused := disbelieved(app, message)) is not None:
+        return refused
+    headers = message.headers
+    name, task = headers.get("task"), _task_of(app, headers)
     version = headers.get(VERSION_HEADER, MESSAGE_VERSION)
     if type(version) is int and version > MESSAGE_VERSION:
         return Examined("unknown_version")  # nothing else is known about it, not even its encoding
-    task = known
     accepted = {"application/json"} if isinstance(task, IdempotentTask) else message.accept
     if accepted is not None and message.content_type not in accepted:
         return Examined("content_type")
@@ -125,6 +131,10 @@ def examine(app: Celery, message: Message) -> Examined:
         # Celery would acknowledge it; an accepted operation is never just dropped
         return replace(examined, reason="expired")
     return examined
+
+
+def _task_of(app: Celery, headers: Mapping[str, Any]) -> Any:
+    return app.tasks.get(name) if isinstance(name := headers.get("task"), str) else None
 
 
 def _forged(app: Celery, message: Message) -> str | None:

@@ -173,7 +173,7 @@ def was_allowed_to_expire(app: Celery, message: BrokerMessage) -> bool:
 
 def reason_of(message: BrokerMessage, examined: Examined) -> str:
     death = death_of(message.headers).reason
-    if examined.reason in ("other_service", "stale", UNSIGNED, ALTERED, BEYOND_LIMIT):
+    if examined.reason in ("other_service", "stale", "unhandled", UNSIGNED, ALTERED, BEYOND_LIMIT):
         return examined.reason  # however it died, this application must not end what it names
     if death in ("delivery_limit", "maxlen"):
         return str(death)

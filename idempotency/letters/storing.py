@@ -25,7 +25,7 @@ from ..wire.message import (
 )
 from ..wire.signing import claimed_at
 from .ending import Ending, wait_at_most
-from .examine import Examined, examine
+from .examine import Examined, disbelieved, examine
 from .letter import (
     PERHAPS_A_DEPLOY,
     body_of,
@@ -62,8 +62,6 @@ def store(
         log.info("expired", task=shown(message.headers.get("task")))
         return None
     examined = examine(app, message)
-    if examined.id is not None and _is_stale(app, message, examined.id):
-        examined = Examined("stale", examined.task)
     fingerprints: list[str] = []
     if examined.id is not None:
         try:
@@ -73,6 +71,10 @@ def store(
             examined = Examined("invalid_arguments", examined.task)
     letter = letter_of(app, message, message.headers, reason_of(message, examined), examined.id, examined.detail)
     dead = dead_of(app, message, examined, fingerprints, letter)
+    # also if its headers alone name the operation: what comes back is signed anew
+    if dead is not None and _is_stale(app, message, dead.id):
+        examined, dead = Examined("stale", examined.task), None
+        letter = letter_of(app, message, message.headers, "stale", None)
     sender = str(message.headers.get(SERVICE_HEADER))
     try:
         if dead is not None and letter.reason in PERHAPS_A_DEPLOY and _came_back(app, dead, letter, sender, patience):
@@ -113,9 +115,9 @@ def _is_stale(app: Celery, message: BrokerMessage, id: OperationId) -> bool:
 
 
 def store_unhandled(app: Celery, message: BrokerMessage) -> None:
-    """Store a message without touching its operation: the body, and those headers that are text or numbers."""
-    plain = {name: value for name, value in message.headers.items() if isinstance(value, str | int)}
-    letter = letter_of(app, message, plain, "unhandled", None)
+    """Store a message without touching its operation, which it names only if it is believed."""
+    examined = disbelieved(app, message) or Examined("unhandled")
+    letter = letter_of(app, message, message.headers, reason_of(message, examined), None, examined.detail)
     stored = _store_alone(app, letter, LOCK_PATIENCE)
     log.error("dead_letter", letter=stored, reason=letter.reason, task=letter.header_task, queue=letter.queue)
 

@@ -167,8 +167,9 @@ def _check_signature(connection: Connection, letter: int, settings: Settings) ->
             why = "this process has no idempotency_message_secrets, and so cannot tell whether it is signed by now"
             raise ReplayRefused(f"dead letter {letter}: {row.reason}; {why}")
         return
-    # nothing but the broker says that it is ours, and while its task was not known, nothing looked at its signature
-    is_strange = row.source == "broker" and row.outbox_id is None
+    # nothing but the broker says that it is ours, and nothing has looked at its signature: its task was not known, or it was
+    # stored unhandled by code that did not look
+    is_strange = row.source == "broker" and (row.outbox_id is None or row.reason == "unhandled")
     in_transition = settings.unsigned_until is not None and datetime.now(UTC) < settings.unsigned_until
     if not is_doubted and (not is_strange or in_transition):
         return

@@ -270,16 +270,13 @@ def replay(
         raise ReplayRefused(f"dead letter {letter}: already {letter_now.status}{other}")
     if row.reason == "beyond_limit":
         raise ReplayRefused(f"dead letter {letter}: beyond a limit, so only its beginning is kept; discard it")
-    fields, payload = (
-        row._asdict() | {"service": row.consumer_service or service, "external": EXTERNAL, "letter": letter},
-        row.payload,
-    )
+    fields = row._asdict() | {"service": row.consumer_service or service, "external": EXTERNAL, "letter": letter}
     if row.fingerprint is None:
         id, fingerprint = _operation_of(app, letter, row)
         fields |= {"tenant": id.tenant, "task": id.task, "key": id.key, "fingerprint": fingerprint}
-        payload = stored_message(letter, payload).naming(id).to_text()
-    elif payload:
-        stored_message(letter, payload)  # what a relay could not read must not be sent
+    else:
+        id = OperationId(row.tenant, row.task, row.key)
+    payload = _message_for(id, letter, row.payload) if row.payload else None
     reopened = connection.exec_driver_sql(_REOPEN, fields).one_or_none()
     opened = None if reopened is None else reopened.generation
     fields["payload"] = payload or ("" if reopened is None else reopened.message)
@@ -315,6 +312,15 @@ def stored_message(letter: int, payload: str | None) -> Message:
     return message
 
 
+def _message_for(id: OperationId, letter: int, payload: str | None) -> str:
+    """The message of a letter, as it is sent for its operation. Raises `ReplayRefused` for a message of another task."""
+    message = stored_message(letter, payload)
+    task = message.headers.get("task")
+    if task not in (None, id.task):
+        raise ReplayRefused(f"dead letter {letter}: its message is for another task than its operation; discard it")
+    return (message if task is None else message.naming(id)).to_text()  # without a task: an event for others
+
+
 def _is_wanted(connection: Connection, row: Row[Any], fields: dict[str, Any]) -> bool:
     """Whether nothing but this message will deliver a released operation."""
     if row.reason in NOT_AN_END:
@@ -339,4 +345,6 @@ def _operation_of(app: Celery | None, letter: int, row: Row[Any]) -> tuple[Opera
     except Exception as error:  # including errors of the application's key function
         why = str(error) if isinstance(error, CallRefused) else f"not a task message ({type(error).__name__})"
         raise ReplayRefused(f"dead letter {letter}: {row.reason}, {why}") from None
+    if any(said not in (None, known) for said, known in ((row.tenant, named.id.tenant), (row.key, named.id.key))):
+        raise ReplayRefused(f"dead letter {letter}: its message names another operation than it says; discard it")
     return named.id, fingerprint

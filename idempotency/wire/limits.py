@@ -30,6 +30,8 @@ def beyond_limits(headers: Mapping[Any, Any], body: bytes | str | None, *, body_
         inner: list[Any] = []
         for each in level:
             names, values = (each.keys(), each.values()) if isinstance(each, Mapping) else ((), each)
+            if any(isinstance(name, bytes) for name in names):  # as py-amqp leaves what it cannot decode
+                return "headers: a name is not UTF-8"
             size += sum(map(_size, names))
             count += len(each)
             for value in values:

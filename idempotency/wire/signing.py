@@ -1,9 +1,9 @@
 """Signatures of messages: with one secret in an application's processes, nobody else can make their workers run something.
 
 HMAC-SHA-256 (RFC 2104) over the body, the time of signing, and every header that decides what becomes of the message: those
-of Celery that do, and all of ours. The header is `v1 <seconds since 1970> <hex>`. What is not covered: headers of tracing
-tools, the queue that a message is in, and how often it comes. A copy, byte for byte, is as good as its original; the record
-and the time of signing are there for that.
+of Celery that do, and all of ours, as JSON. The header is `v1 <seconds since 1970> <hex>`. What is not covered: headers of
+tracing tools, the queue that a message is in, and how often it comes. A copy, byte for byte, is as good as its original; the
+record and the time of signing are there for that.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ _RULE = "v1"
 
 
 def sign(headers: Mapping[str, Any], body: bytes | str, secret: SecretStr, *, at: float) -> str:
-    """The value of a message's signature header. `at`: the time of publication, in seconds since 1970."""
+    """The value of a message's signature header. `at`: the time of publication, in seconds since 1970.
+
+    Raises `TypeError` for a header that it covers and that is not JSON.
+    """
     time = f"{at:.3f}"
     return f"{_RULE} {time} {_digest(headers, body, secret, time)}"
 
@@ -34,7 +37,10 @@ def signed_at(headers: Mapping[str, Any], body: bytes | str, secrets: Iterable[S
     if parts is None:
         return None
     time, digest = parts
-    valid = [hmac.compare_digest(digest, _digest(headers, body, secret, time)) for secret in secrets]
+    try:
+        valid = [hmac.compare_digest(digest, _digest(headers, body, secret, time)) for secret in secrets]
+    except TypeError:  # not JSON: AMQP has more types, and its decimal 1234 is not the text that was signed
+        return None
     return _seconds(time) if any(valid) else None
 
 
@@ -78,7 +84,7 @@ def _digest(headers: Mapping[str, Any], body: bytes | str, secret: SecretStr, ti
         # what is not there and what is None are the same to Celery, and to some brokers
         if value is not None and (name in CELERYS_FIELDS or is_our_header(name)) and name != SIGNATURE_HEADER
     }
-    head = json.dumps([time, covered], sort_keys=True, separators=(",", ":"), default=str)
+    head = json.dumps([time, covered], sort_keys=True, separators=(",", ":"))
     raw = body.encode("utf-8", "surrogatepass") if isinstance(body, str) else bytes(body or b"")
     # the length keeps head and body apart
     signed = b"%d:%s%s" % (len(head), head.encode(), raw)

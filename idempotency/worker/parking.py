@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from datetime import datetime
-from typing import Literal
 from uuid import NAMESPACE_OID, uuid5
 
 from celery import Celery
@@ -18,7 +17,7 @@ from ..broker.publisher import Publisher
 from ..observe import metrics
 from ..observe.logs import log
 from ..settings import Settings
-from ..store import clock, outbox
+from ..store import claims, clock, outbox
 from ..wire.delivery import Delivery
 from ..wire.message import GENERATION_HEADER, ORIGIN_HEADER, OUTBOX_HEADER, WAITS_HEADER, Message
 from .waiting import is_stopping
@@ -29,22 +28,26 @@ PUT_BACK = 60.0
 CONFIRM_TIMEOUT = 5.0
 
 
-def park_if_early(connection: Connection, delivery: Delivery, *, service: str) -> bool:
+def park_if_early(connection: Connection, delivery: Delivery, settings: Settings) -> bool:
     """Park a delivery whose time has not come by the database's clock. False: it has come, or there is none."""
     if delivery.eta is None or clock.has_come(connection, delivery.eta):
         return False
-    _park(connection, delivery, Message.from_text(delivery.message), service, eta=delivery.eta)
+    _park(connection, delivery, Message.from_text(delivery.message), settings.service, eta=delivery.eta)
     return True
 
 
-def park_under_its_key(connection: Connection, delivery: Delivery, *, service: str) -> Literal[True]:
+def park_under_its_key(connection: Connection, delivery: Delivery, settings: Settings) -> bool:
     """Let a message come back with its key in its header, the same one for all deliveries of this message.
 
     The first delivery of a message decides: its row has an id made from the message. Another one may have its task id.
+    False: it is stale, as its claim will say.
     """
+    if _is_stale(connection, delivery, settings):
+        return False
     message = Message.from_text(delivery.message)
     same = json.dumps([delivery.id.tenant, delivery.id.task, delivery.task_id, message.body])
-    _park(connection, delivery, message, service, eta=delivery.eta, message_id=str(uuid5(NAMESPACE_OID, same)))
+    id = str(uuid5(NAMESPACE_OID, same))
+    _park(connection, delivery, message, settings.service, eta=delivery.eta, message_id=id)
     return True
 
 
@@ -70,6 +73,13 @@ def put_back(app: Celery, delivery: Delivery) -> Ignore | Reject:
     metrics.put_back.labels(delivery.id.task, to).inc()
     log.warning("put_back", task=delivery.id.task, key=delivery.id.key, to=to)
     return Reject("no answer from Postgres", requeue=True) if to == "queue" else Ignore()
+
+
+def _is_stale(connection: Connection, delivery: Delivery, settings: Settings) -> bool:
+    """Whether a delivery may be a late copy: in the outbox it would look like a new one, and be signed as one."""
+    if delivery.signed_at is None:
+        return False
+    return claims.is_stale(connection, delivery.id, signed_at=delivery.signed_at, horizon=settings.redelivery_horizon)
 
 
 def _park(
@@ -102,6 +112,8 @@ def _parked(app: Celery, delivery: Delivery, message: Message) -> bool:
     try:
         runtime = runtime_of(app)
         with runtime.autocommit(delivery.id.tenant) as connection:
+            if _is_stale(connection, delivery, runtime.settings):
+                return False
             _park(connection, delivery, message, runtime.settings.service, countdown=PUT_BACK, eta=delivery.eta)
     except Exception:
         return False
@@ -118,8 +130,9 @@ def _copied(app: Celery, delivery: Delivery, message: Message) -> bool:
     )
     if delivery.eta is not None:
         message.headers["eta"] = delivery.eta.isoformat()
-    secrets = runtime_of(app).settings.message_secrets
-    publisher, published = Publisher(app, confirm_timeout=CONFIRM_TIMEOUT, secrets=secrets), Published()
+    secrets, first = runtime_of(app).settings.message_secrets, delivery.signed_at
+    publisher = Publisher(app, confirm_timeout=CONFIRM_TIMEOUT, secrets=secrets, first_published=first)
+    published = Published()
     try:
         publisher.publish([(id, message)], published)
     except Exception:

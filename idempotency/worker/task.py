@@ -331,7 +331,7 @@ class IdempotentTask(ControlledTask[P, R_co]):
         runtime = runtime_of(self.app)
         with runtime.autocommit(delivery.id.tenant) as connection:
             park = parking.park_under_its_key if varies else parking.park_if_early
-            return park(connection, delivery, service=runtime.settings.service)
+            return park(connection, delivery, runtime.settings)
 
     def _answer(self, delivery: Delivery, ask: Callable[[], T], /) -> T:
         """Ask the database for as long as this delivery can wait. Raises `Unanswered`."""

@@ -55,7 +55,7 @@ LIMIT = limits.BODY_LIMIT
 BOMB = zlib.compress(b'[["' + b"x" * (2 * LIMIT) + b'"], {}, {}]')
 MANY = {f"h{number}": 1 for number in range(limits.HEADERS_COUNT + 1)}
 # a body and its headers, and what the letter says of it
-BEYOND: dict[str, tuple[str | bytes, dict[str, Any], str]] = {
+BEYOND: dict[str, tuple[str | bytes, dict[Any, Any], str]] = {
     "deep JSON": (f'[["a"], {{"amount": {"[" * 100_000}{"]" * 100_000}}}, {{}}]', {}, "body: nested at most 250 deep"),
     "JSON that can be read and not walked": (
         f'[["a"], {{"amount": {"[" * 300}{"]" * 300}}}, {{}}]', {}, "body: nested at most 250 deep",
@@ -65,6 +65,7 @@ BEYOND: dict[str, tuple[str | bytes, dict[str, Any], str]] = {
     ),
     "many headers": (body_of("a"), MANY, "headers: at most 2000, with those inside others, got 20"),
     "deep headers": (body_of("a"), {"deep": nested(5_000)}, "headers: nested at most 32 deep"),
+    "a name that is no text": (body_of("a"), {b"\xff": 1, "task": "unknown"}, "headers: a name is not UTF-8"),
 }  # fmt: skip
 
 
@@ -75,7 +76,7 @@ def test_a_message_beyond_a_limit_is_one_short_letter_and_the_worker_lives(
     consumer.run_once()
     for number, (name, (body, given, says)) in enumerate(BEYOND.items(), start=1):
         with subtests.test(name):
-            sent = headers(**given)
+            sent = given | headers() | given
             in_deep(lambda body=body, sent=sent: publish(bank, body, headers=sent))
             b.deposit.delay(f"after {number}")
             eventually(lambda number=number: entries(f"after {number}") == 1, what="the worker goes on")

@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
+from decimal import Decimal
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from idempotency.errors import ReplayRefused
 from idempotency.letters.consumer import DeadLetterConsumer
 from idempotency.operate.replay import replay
 from idempotency.relay.relay import Relay
+from idempotency.relay.resend import resend_lost
 from idempotency.wire.message import KEY_HEADER, OUTBOX_HEADER, SIGNATURE_HEADER, TENANT_HEADER
 from idempotency.wire.signing import sign
 from tests.support import bank as b
@@ -191,6 +193,37 @@ def test_the_doctor_says_whether_messages_are_signed(bank: Celery, servers: Any)
     assert found(broker_url=second)[0] == ("warning", "are not signed")
     bank.conf.broker_url = address
     assert json.dumps(SECRET) not in json.dumps(bank.conf.humanize(with_defaults=False))
+
+
+def test_a_message_whose_key_became_another_type_is_altered_and_sent_again(
+    bank: Celery,
+    processes: Processes,
+    relay: Relay,
+    engine: Engine,
+    connection: Connection,
+    entries: Callable[[str], int],
+    letters: Callable[[int], Any],
+) -> None:
+    """AMQP has a decimal 1234, which a key is not: the letter is not the operation's, and does not keep it from its resend."""
+    with transactional(engine).begin() as caller:
+        b.deposit.enqueue(caller, "1234")
+    name = bank.conf.task_default_queue
+    with bank.connection_for_write() as broker:
+        channel = broker.channel()
+        bank.amqp.queues[name](channel).declare()
+        taken = eventually(lambda: channel.basic_get(name, no_ack=True))
+    sent = taken.properties["application_headers"]
+    assert sent[KEY_HEADER] == "1234"
+    publish(bank, taken.body, headers=sent | {KEY_HEADER: Decimal(1234)})
+    processes.worker()
+    (letter,) = letters(1)
+    assert (letter.reason, letter.task, letter.key, letter.outbox_id) == ("altered", None, None, None)
+    with pytest.raises(ReplayRefused, match="only what this application has signed is sent again"):
+        replay(bank, letter.id, ANN)
+    connection.execute(text("UPDATE idempotency.outbox SET published_at = published_at - interval '1 day'"))
+    assert resend_lost(bank, lambda _: 0).resent == 1
+    eventually(lambda: entries("1234") == 1)
+    assert connection.execute(text("SELECT key FROM idempotency.records")).scalars().all() == ["1234"]
 
 
 @pytest.mark.parametrize("changed", [{"content_type": "text/plain"}, {"compression": "application/x-gzip"}])

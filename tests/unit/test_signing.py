@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from datetime import UTC, datetime
+from decimal import Decimal
 from typing import Any
 
 import pytest
@@ -54,6 +56,37 @@ def test_no_header_that_matters_can_be_changed_or_taken_away(name: str) -> None:
 def test_none_can_be_added() -> None:
     for name in ("expires", "group", "idempotency-origin", "idempotency-eta", "idempotency-marker"):
         assert signed_at(signed() | {name: "x"}, BODY, [NEW]) is None
+
+
+@pytest.mark.parametrize(
+    ("said", "other"),
+    [
+        ("77", Decimal(77)),
+        ("2026-03-04 00:00:00+00:00", datetime(2026, 3, 4, tzinfo=UTC)),
+        ("b'77'", b"77"),
+        (["1"], [Decimal(1)]),
+    ],
+)
+def test_a_value_of_another_type_is_not_the_one_that_was_signed(said: Any, other: object) -> None:
+    """AMQP has types that JSON lacks, and a task would see another value."""
+    headers = {**HEADERS, "idempotency-key": said}
+    assert signed_at(signed(headers), BODY, [NEW]) is not None
+    assert signed_at(signed(headers) | {"idempotency-key": other}, BODY, [NEW]) is None
+
+
+def test_a_name_that_is_no_text_is_answered() -> None:
+    assert signed_at(signed() | {"idempotency-x": {b"\xff": 1}}, BODY, [NEW]) is None
+
+
+def test_what_is_not_json_is_not_signed() -> None:
+    with pytest.raises(TypeError):
+        sign({**HEADERS, "timelimit": [None, Decimal(90)]}, BODY, NEW, at=1.0)
+
+
+def test_processes_of_other_versions_sign_alike() -> None:
+    """During a deploy, each runs what the other has signed."""
+    digest = "53d49bf1fab362b68ba0c23da93feb060850096327cc98affdceb77dc7ba642d"
+    assert signed()[SIGNATURE_HEADER] == f"v1 1700000000.250 {digest}"
 
 
 def test_the_body_and_the_time_are_covered() -> None:
