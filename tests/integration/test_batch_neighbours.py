@@ -12,7 +12,7 @@ from billiard.exceptions import SoftTimeLimitExceeded
 from celery import Celery
 from celery.app.trace import trace_task_ret
 from psycopg import sql
-from sqlalchemy import Engine, text
+from sqlalchemy import Engine, event, text
 
 from idempotency import IdempotentTask, OperationId
 from idempotency.application import runtime_of
@@ -83,7 +83,7 @@ def test_a_body_that_runs_again_gets_its_arguments_as_they_were_sent(bank: Celer
         "DO $$ BEGIN SET LOCAL app.tenant = 'e0'; END $$",
     ],
 )
-@pytest.mark.parametrize("way", ["session", "cursor", "driver", "composed"])
+@pytest.mark.parametrize("way", ["session", "before the commit", "cursor", "driver", "composed"])
 def test_what_a_body_has_set_is_so_for_no_other(bank: Celery, engine: Engine, setting: str, way: str) -> None:
     seen: dict[str, Any] = {}
 
@@ -94,6 +94,8 @@ def test_what_a_body_has_set_is_so_for_no_other(bank: Celery, engine: Engine, se
             match way:
                 case "session":
                     self.session.execute(text(setting))
+                case "before the commit":
+                    event.listen(self.session, "before_commit", lambda session: session.execute(text(setting)))
                 case "cursor":
                     connection.cursor().execute(setting.encode())
                 case "driver":
