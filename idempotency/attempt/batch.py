@@ -271,6 +271,8 @@ class _Batch:
         rollbacks = getattr(driver, "rollbacks", 0)
         try:
             try:
+                if session.tells_of_commit:
+                    attempt.leave()
                 result = self._body(place, attempt)
                 stored = results.to_text(result, limit=self._runtime.settings.result_limit)
                 session.flush()
@@ -278,6 +280,7 @@ class _Batch:
                 attempt.has_rolled_back = getattr(driver, "rollbacks", 0) != rollbacks
             if (
                 attempt.stopped
+                or session.tells_of_commit
                 or attempt.has_rolled_back
                 or not connection.in_transaction()
                 or connection.get_transaction() is not shared

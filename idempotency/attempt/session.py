@@ -77,6 +77,11 @@ class AttemptSession(Session):
         if self.watch is not None:
             self.watch(statement, parameters)
 
+    @property
+    def tells_of_commit(self) -> bool:
+        """Whether someone listens for the session's commit."""
+        return bool(self.dispatch.after_commit)
+
     def end_with_commit(self) -> None:
         """Commit, for the session's owner."""
         self._may_commit = True
