@@ -65,7 +65,7 @@ class Answer:
     def claim(self) -> Claimed | None:
         """The claim that it can be run under; None: its record has to be asked."""
         holding = self.holding
-        if holding is None or holding.taken:
+        if holding is None or holding.lost:
             return None
         return replace(holding.claim, asked_at=holding.renewed_at, has_hint=holding.renewed_at > holding.since)
 

@@ -86,6 +86,8 @@ def run_batch(trace: Callable[..., Traced], name: str, calls: Sequence[Call]) ->
                 _give_back(task, request)
             results.append(result)
     finally:
+        for _, request, _ in decoded[len(results) + 1 :]:  # the process ends
+            _give_back(task, request)
         _let_go(task, [request for _, request, _ in decoded])
     if None in results:
         log.warning("batch_not_run", task=name, many=results.count(None))
