@@ -12,13 +12,15 @@ import pytest
 from celery import Celery
 from sqlalchemy import Connection, Engine, text
 
-from idempotency import EffectUnknown, IdempotentTask, OperationId, PermanentError
+from idempotency import DidNotHappen, EffectUnknown, IdempotentTask, OperationId, PermanentError
 from idempotency.errors import NotAuthenticated
+from idempotency.operate import replay as replaying
 from idempotency.operate.change import Change, read
 from idempotency.operate.people import add_operator
 from idempotency.operate.release import release
 from idempotency.operate.rename import rename_service
-from idempotency.operate.replay import NotConfirmed, replay
+from idempotency.operate.replay import NotConfirmed, replay, to_confirm
+from idempotency.operate.resolve import resolve_effect
 from tests.support import bank as b
 from tests.support import operations as op
 from tests.support.commands import Answer, runner
@@ -189,13 +191,44 @@ def test_a_replay_says_what_it_does_to_what_was_declined_or_cancelled(
         assert ask(*replaying).status == 0
         return
     with pytest.raises(NotConfirmed, match=f"dead letter {letter.id}: .* k: {said}"):
-        replay(bank, letter.id, ANN, is_confirmed=False)
+        replay(bank, letter.id, ANN, confirmed=())
     refused = ask(*replaying, who="ann")
     assert refused.status == 1
     assert refused.error.endswith("\nnothing was done; to do so, give --yes\n")
     assert snapshot(connection) == before
     assert ask(*replaying, "--yes", who="ann").status == 0
     assert [each.status for each in op.dead_letters(connection)] == ["replayed"]
+
+
+def test_a_replay_asks_about_what_another_person_has_cancelled_meanwhile(
+    bank: Celery, connection: Connection, deliveries: Deliveries, charge: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    id = failed(connection, deliveries, charge, "unknown")
+    (letter,) = op.dead_letters(connection)
+    assert to_confirm(connection, [letter.id]) == []
+    check = replaying._check_signature
+
+    def meanwhile(*arguments: Any) -> None:
+        resolve_effect(bank, read(connection, id, op.SERVICE), "capture", DidNotHappen(), ANN, end=True)
+        check(*arguments)
+
+    monkeypatch.setattr(replaying, "_check_signature", meanwhile)
+    with pytest.raises(NotConfirmed, match=f"k: {CANCELLED}"):
+        replay(bank, letter.id, ANN, confirmed=())
+    assert op.status(connection, id) == "failed"
+
+
+def test_what_a_person_has_confirmed_is_what_they_were_shown(
+    bank: Celery, connection: Connection, deliveries: Deliveries, charge: Any
+) -> None:
+    id = failed(connection, deliveries, charge, "declined")
+    (letter,) = op.dead_letters(connection)
+    shown = to_confirm(connection, [letter.id])
+    connection.execute(text("UPDATE idempotency.records SET error_code = 'cancelled'"))
+    with pytest.raises(NotConfirmed, match=f"k: {CANCELLED}"):
+        replay(bank, letter.id, ANN, confirmed=shown)
+    replay(bank, letter.id, ANN, confirmed=to_confirm(connection, [letter.id]))
+    assert op.status(connection, id) == "released"
 
 
 class Terminal(io.StringIO):
