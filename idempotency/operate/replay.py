@@ -24,7 +24,8 @@ from .change import Change, audit, called, repeated
 from .money import NEEDS_TOKEN, letters_move_money
 
 BY_PERSON = ("cancelled", REVOKED)
-# Codes of failures that the library itself finds. With any other code, a provider or the task's own code has declined.
+# Codes of failures that the library itself finds. With any other code, or where the stored error says so, a provider or the
+# task's own code has declined.
 FOUND_BY_US = {
     *(kind.default_code for kind in PermanentError.__subclasses__() if kind.__module__ == PermanentError.__module__),
     *EXPLANATIONS,
@@ -58,7 +59,7 @@ def _to_confirm(row: Row[Any]) -> ToConfirm | None:
     if row.effect is not None:
         why = f"was declined by the provider as {row.refused_as} at {at}; a replay asks it again for {row.effect}, under a new key"
         return ToConfirm(row.id, "declined", f"{called(id)}: {why}, and what was declined may happen")
-    if row.code not in FOUND_BY_US:
+    if row.code not in FOUND_BY_US or json.loads(row.error).get("declined"):
         why = f"was refused for good as {row.code} at {at}; a replay runs it again, and what was refused may happen"
         return ToConfirm(row.id, "declined", f"{called(id)}: {why}")
     return None

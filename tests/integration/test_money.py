@@ -14,6 +14,7 @@ from sqlalchemy import Connection, Engine, text
 
 from idempotency import DidNotHappen, EffectUnknown, IdempotentTask, OperationId, PermanentError
 from idempotency.errors import NotAuthenticated
+from idempotency.letters.consumer import DeadLetterConsumer
 from idempotency.operate import replay as replaying
 from idempotency.operate.change import Change, read
 from idempotency.operate.people import add_operator
@@ -21,9 +22,12 @@ from idempotency.operate.release import release
 from idempotency.operate.rename import rename_service
 from idempotency.operate.replay import NotConfirmed, replay, to_confirm
 from idempotency.operate.resolve import resolve_effect
+from idempotency.sagas import saga
+from tests.sagas.conftest import Stage
 from tests.support import bank as b
 from tests.support import operations as op
 from tests.support.commands import Answer, runner
+from tests.support.dead_messages import body_of, die
 from tests.support.deliveries import Deliveries
 from tests.support.operators import ANN, snapshot
 from tests.support.tasks import transactional
@@ -46,6 +50,8 @@ def charge(bank: Celery) -> Iterator[Any]:
                 raise PermanentError("not enough money", "card_declined")
             return "charged"
 
+        if how.startswith("refused as "):
+            raise PermanentError("the bank does not do it", how.removeprefix("refused as "))
         return str(self.effect("capture", ask))
 
     yield charge
@@ -198,6 +204,50 @@ def test_a_replay_says_what_it_does_to_what_was_declined_or_cancelled(
     assert snapshot(connection) == before
     assert ask(*replaying, "--yes", who="ann").status == 0
     assert [each.status for each in op.dead_letters(connection)] == ["replayed"]
+
+
+@pytest.mark.parametrize(
+    "code", ["rejected", "expired", "abandoned", "call_refused", "unfinished", "attempts_exhausted"]
+)
+def test_what_was_declined_under_a_word_of_ours_is_replayed_only_on_purpose(
+    bank: Celery, connection: Connection, deliveries: Deliveries, charge: Any, code: str
+) -> None:
+    deliveries.deliver(charge, "k", f"refused as {code}")
+    (letter,) = op.dead_letters(connection)
+    with pytest.raises(NotConfirmed, match=f"k: was refused for good as {code} at"):
+        replay(bank, letter.id, ANN, confirmed=())
+    replay(bank, letter.id, ANN, confirmed=to_confirm(connection, [letter.id]))
+
+
+@pytest.mark.parametrize("has_undo", [False, True])
+def test_a_saga_whose_call_was_declined_so_is_replayed_only_on_purpose(
+    bank: Celery, engine: Engine, connection: Connection, deliveries: Deliveries, charge: Any, has_undo: bool
+) -> None:
+    stage = Stage(bank, engine, deliveries)
+
+    @saga("paying", key="{id}", app=bank)
+    def paying(saga: Any, id: str) -> None:
+        if has_undo:
+            saga.call(b.deposit, id, undo=b.returning)
+        saga.call(charge, id, "refused as rejected")
+
+    stage.enqueue(paying, "k")
+    stage.run()
+    (letter,) = (each for each in op.dead_letters(connection) if each.task == "paying")
+    with pytest.raises(NotConfirmed, match="k: was refused for good as rejected at"):
+        replay(bank, letter.id, ANN, confirmed=())
+    replay(bank, letter.id, ANN)
+
+
+def test_what_no_worker_could_run_is_replayed_without_being_asked(
+    bank: Celery, connection: Connection, consumer: DeadLetterConsumer
+) -> None:
+    die(bank, consumer, body_of("k"))
+    consumer.run_once()
+    (letter,) = op.dead_letters(connection)
+    assert (letter.reason, op.status(connection, op.operation(b.deposit, "k"))) == ("rejected", "failed")
+    replay(bank, letter.id, ANN, confirmed=())
+    assert op.status(connection, op.operation(b.deposit, "k")) == "released"
 
 
 def test_a_replay_asks_about_what_another_person_has_cancelled_meanwhile(
