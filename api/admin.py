@@ -87,7 +87,7 @@ def replay_letters(person: Operator, letters: Replayed, request: Request) -> Out
         id = _request_id(request, letter)
         change = Change(person.name, letters.reason, id, is_verified=True, check_person=person.check)
         try:
-            replay(celery, letter, change, is_confirmed=letters.even_if_declined)
+            replay(celery, letter, change, confirmed=None if letters.even_if_declined else ())
         except NotConfirmed as refused:
             raise NotConfirmed(f'{refused}. To do so, send "even_if_declined": true') from None
 

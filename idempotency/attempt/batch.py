@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 from billiard.exceptions import SoftTimeLimitExceeded
-from sqlalchemy import Connection, text
+from sqlalchemy import Connection
 from sqlalchemy.exc import DBAPIError, IntegrityError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
@@ -31,7 +31,8 @@ from ..observe.crash_points import crash_point
 from ..observe.logs import log
 from ..store import batches
 from ..store.answers import Claimed, Completed
-from ..store.statements import describe
+from ..store.connections import act_for
+from ..store.statements import describe, execute
 from ..wire import results
 from ..wire.delivery import Delivery
 from .attempt import Attempt
@@ -45,6 +46,8 @@ from .session import LEADING, sessions_of
 BatchBody = Callable[[int, Attempt], Any]
 # What a body has SET would be so for the next ones.
 _SETS = re.compile(LEADING + r"(?:set|reset|discard|do)\b|.*\bset_config\b", re.IGNORECASE | re.DOTALL)
+# A call of `idempotency.about`, as `enqueue` makes one, and the name of the parameter that is its tenant.
+_ABOUT = re.compile(r'\babout"?\s*\(\s*(?:%\((\w+)\)s)?', re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +70,7 @@ class Answer:
     def claim(self) -> Claimed | None:
         """The claim that it can be run under; None: its record has to be asked."""
         holding = self.holding
-        if holding is None or holding.taken:
+        if holding is None or holding.lost:
             return None
         return replace(holding.claim, asked_at=holding.renewed_at, has_hint=holding.renewed_at > holding.since)
 
@@ -81,13 +84,19 @@ class BatchedAttempt(Attempt):
 
     # Whether the body has rolled back past SQLAlchemy, and so what others had written.
     has_rolled_back = False
+    # Whether the transaction may be about another tenant, too.
+    is_about_others = False
 
     def check_may_begin(self) -> None:
         self.leave()
 
-    def leave_if_it_sets(self, statement: str) -> None:
+    def watch(self, statement: str, parameters: Any) -> None:
+        """Leave because of a statement that sets something, and note one that names another tenant."""
         if _SETS.match(statement):
             self.leave()
+        given = parameters if isinstance(parameters, Mapping) else {}
+        if any(given.get(name) != self.claim.id.tenant for name in _ABOUT.findall(statement)):
+            self.is_about_others = True
 
     def leave(self) -> None:
         """Have the body run alone, even if it catches what this raises."""
@@ -261,12 +270,14 @@ class _Batch:
         """Run a body, and flush what it wrote. Returns its result, and that as text."""
         session = sessions_of(self._runtime.engine).within(connection, savepoint=savepoint)
         attempt.writes.use(session)
-        attempt.stopped, shared = False, connection.get_transaction()
-        session.watch = attempt.leave_if_it_sets
+        attempt.stopped, attempt.is_about_others, shared = False, False, connection.get_transaction()
+        session.watch = attempt.watch
         driver: Any = connection.connection.driver_connection
         rollbacks = getattr(driver, "rollbacks", 0)
         try:
             try:
+                if session.tells_of_commit:
+                    attempt.leave()
                 result = self._body(place, attempt)
                 stored = results.to_text(result, limit=self._runtime.settings.result_limit)
                 session.flush()
@@ -274,16 +285,18 @@ class _Batch:
                 attempt.has_rolled_back = getattr(driver, "rollbacks", 0) != rollbacks
             if (
                 attempt.stopped
+                or session.tells_of_commit
                 or attempt.has_rolled_back
                 or not connection.in_transaction()
                 or connection.get_transaction() is not shared
             ):
                 attempt.leave()  # perhaps it has rolled back more than its own
-            session.watch = None
             if savepoint:  # at COMMIT, a violation would roll back everything
-                session.execute(text("SET CONSTRAINTS ALL IMMEDIATE"))
-                session.execute(text("SET CONSTRAINTS ALL DEFERRED"))
+                execute(connection, "SET CONSTRAINTS ALL IMMEDIATE")
+                execute(connection, "SET CONSTRAINTS ALL DEFERRED")
             session.end_with_commit()  # of the savepoint, if there is one
+            if attempt.is_about_others:
+                act_for(connection, [attempt.claim.id.tenant])
         finally:
             session.watch = None
             session.end()

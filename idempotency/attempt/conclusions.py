@@ -25,10 +25,19 @@ from sqlalchemy import Connection, text
 from sqlalchemy.exc import OperationalError, SQLAlchemyError
 from sqlalchemy.orm import Session
 
-from ..errors import EffectUnknown, InvalidArguments, LeaseLost, PermanentError, TransactionEnded, Unfinished
+from ..errors import (
+    CallFailed,
+    EffectUnknown,
+    InvalidArguments,
+    LeaseLost,
+    PermanentError,
+    StoredRefusal,
+    TransactionEnded,
+    Unfinished,
+)
 from ..framework import framework
 from ..observe.logs import log
-from ..store.answers import error_text
+from ..store.answers import error_text, permanent_error
 from ..store.ends import FailedEnd
 from ..store.statements import ERROR_LIMIT, describe
 from ..wire import results
@@ -42,6 +51,10 @@ Undo = Callable[..., object]
 Entry = Mapping[str, Any]
 
 _OUTCOMES = {"begun": "unknown", "done": "happened", "not_happened": "not_happened", "compensated": "compensated"}
+
+
+class NotDeclined(PermanentError):
+    """An end whose code has no class here, and that is not by a refusal: the library has found it, or a person wants it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +117,8 @@ def conclude(
             reason, broken = "on_failed_error", failure
             log.error("on_failed_error", error=failure, task=id.task, key=id.key)
     in_rows = broken if reason == "on_failed_error" else None
-    stored = error_text(error.code, described, cause if cause["code"] != error.code else None, in_rows)
+    other = cause if cause["code"] != error.code else None
+    stored = error_text(error.code, described, other, in_rows, declined=_is_declined(error))
     if ended is not error:
         stored = error_text(ended.code, str(ended), cause, in_rows)
     answered = {name for undo in undos for name in undo.effects or ()}
@@ -119,6 +133,14 @@ def _cause(error: PermanentError, described: str) -> dict[str, str]:
     if isinstance(error, EffectUnknown) and isinstance(refusal, PermanentError):
         return {"code": refusal.code, "message": str(refusal)}
     return {"code": error.code, "message": described}
+
+
+def _is_declined(error: PermanentError) -> bool:
+    """Whether a provider or the application's code has refused for good. Its codes may be ours; our classes are not its."""
+    if isinstance(error, CallFailed):
+        error = permanent_error(error.message, error.code)  # as what was called has failed
+    is_ours = type(error).__module__ in (PermanentError.__module__, __name__)
+    return not is_ours or type(error) in (PermanentError, StoredRefusal)
 
 
 def is_open(entries: Mapping[str, Entry]) -> bool:

@@ -29,7 +29,7 @@ def reason_to_end(attempt: Attempt) -> PermanentError | None:
     if attempt.claim.attempts > attempt.policy.max_attempts:
         attempt.note_spent()  # the record keeps it: the next deploy may change the limit
     if _is_revoked(attempt):
-        return PermanentError("revoked through Celery before it had ended", REVOKED)
+        return conclusions.NotDeclined("revoked through Celery before it had ended", REVOKED)
     if attempt.claim.spent_at is not None:
         return AttemptsExhausted(f"no result after {attempt.claim.spent_at - 1} attempts")
     return None

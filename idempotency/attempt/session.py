@@ -26,8 +26,8 @@ class AttemptSession(Session):
     # whose rows its transactions are about, where row-level security wants to know
     _tenant: str | None = None
     _has_ended = False
-    # told of each statement before it is executed, and may refuse it
-    watch: Callable[[str], None] | None = None
+    # told of each statement and its parameters before it is executed, and may refuse it
+    watch: Callable[[str, Any], None] | None = None
     # the event loop that waits for the body, if it is an HTTP handler
     _loop: asyncio.AbstractEventLoop | None = None
 
@@ -71,11 +71,16 @@ class AttemptSession(Session):
         if not self._may_commit:
             raise SessionNotYours(_REFUSAL)
 
-    def check_statement(self, statement: str) -> None:
+    def check_statement(self, statement: str, parameters: Any) -> None:
         """Raise `SessionNotYours` for a statement that would end the attempt's transaction: asked by its connection."""
         refuse_end_of_transaction(statement)
         if self.watch is not None:
-            self.watch(statement)
+            self.watch(statement, parameters)
+
+    @property
+    def tells_of_commit(self) -> bool:
+        """Whether someone listens for the session's commit."""
+        return bool(self.dispatch.after_commit)
 
     def end_with_commit(self) -> None:
         """Commit, for the session's owner."""

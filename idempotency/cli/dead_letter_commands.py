@@ -160,11 +160,10 @@ def replay_letters(
         by = proven_if(celery, by, lambda own: letters_move_money(celery, own, chosen), action="replay", what=what)
         if unconfirmed:
             confirm(warnings(unconfirmed, len(chosen)), yes=yes)
-    confirmed = {each.letter for each in unconfirmed}
 
     def replay_one(letter: int) -> dict[str, Any]:
         change = replace(by, request_id=None if request_id is None else f"{request_id}:{letter}")
-        id = replay(celery, letter, change, is_confirmed=letter in confirmed)
+        id = replay(celery, letter, change, confirmed=unconfirmed)
         return _named(letter, "replayed", id)
 
     _each(

@@ -12,10 +12,10 @@ from sqlalchemy.exc import OperationalError
 from sqlalchemy.orm import Session
 
 from ..attempt import conclusions
-from ..attempt.conclusions import Concluded
+from ..attempt.conclusions import Concluded, NotDeclined
 from ..attempt.policy import Policy
 from ..attempt.runtime import Runtime
-from ..errors import PermanentError, TransactionEnded
+from ..errors import TransactionEnded
 from ..observe import metrics
 from ..observe.logs import log
 from ..store import ends, letters, undelivered
@@ -105,7 +105,7 @@ class Ending:
         concluded = conclusions.conclude(
             connection,
             id,
-            PermanentError(EXPLANATIONS[letter.reason], letter.reason),
+            NotDeclined(EXPLANATIONS[letter.reason], letter.reason),
             entries=ended.effects,
             arguments=self.arguments,
             attempts=ended.attempts,

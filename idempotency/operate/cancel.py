@@ -10,6 +10,7 @@ from sqlalchemy import Connection, Row
 
 from ..application import runtime_of
 from ..attempt import conclusions
+from ..attempt.conclusions import NotDeclined
 from ..attempt.runtime import Runtime
 from ..errors import ChangeRefused, PermanentError
 from ..framework import framework
@@ -51,7 +52,7 @@ def cancel(
             row = _locked(connection, runtime, shown)
             _check_no_effect(shown.id, row, may_have_happened=may_have_happened)
             policy, arguments, broken = task_of(app, runtime, row, without_task=without_task)
-            error = PermanentError(change.reason, "cancelled")
+            error = NotDeclined(change.reason, "cancelled")
             concluded = conclude(connection, shown.id, row, error, policy, arguments, skip or broken)
             discards.supersede(connection, shown.id, None if shown.status == "accepted" else "unpublishable")
             letters.store_failure(

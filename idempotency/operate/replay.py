@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any, Literal
@@ -24,7 +24,8 @@ from .change import Change, audit, called, repeated
 from .money import NEEDS_TOKEN, letters_move_money
 
 BY_PERSON = ("cancelled", REVOKED)
-# Codes of failures that the library itself finds. With any other code, a provider or the task's own code has declined.
+# Codes of failures that the library itself finds. With any other code, or where the stored error says so, a provider or the
+# task's own code has declined.
 FOUND_BY_US = {
     *(kind.default_code for kind in PermanentError.__subclasses__() if kind.__module__ == PermanentError.__module__),
     *EXPLANATIONS,
@@ -58,18 +59,19 @@ def _to_confirm(row: Row[Any]) -> ToConfirm | None:
     if row.effect is not None:
         why = f"was declined by the provider as {row.refused_as} at {at}; a replay asks it again for {row.effect}, under a new key"
         return ToConfirm(row.id, "declined", f"{called(id)}: {why}, and what was declined may happen")
-    if row.code not in FOUND_BY_US:
+    if row.code not in FOUND_BY_US or json.loads(row.error).get("declined"):
         why = f"was refused for good as {row.code} at {at}; a replay runs it again, and what was refused may happen"
         return ToConfirm(row.id, "declined", f"{called(id)}: {why}")
     return None
 
 
-def replay(app: Celery, letter: int, change: Change, *, is_confirmed: bool = True) -> OperationId:
+def replay(app: Celery, letter: int, change: Change, *, confirmed: Collection[ToConfirm] | None = None) -> OperationId:
     """Send a dead letter again under the same key. Returns its operation. A saga that has stopped goes on.
 
-    `is_confirmed`: False: not what was declined or cancelled (`NotConfirmed`); `to_confirm` lists it, for a person to confirm.
-    Raises `OperationNotFound`, `ChangeRefused`, `NotAuthenticated` and `ReplayRefused`, the last also for an operation whose end a
-    saga has used, for a webhook that was erased or redelivered, and for a message without a valid signature where one is required.
+    `confirmed`: what was declined or cancelled only if a person was shown it so by `to_confirm`, and has confirmed it; None: in
+    any case. Raises `NotConfirmed`, `OperationNotFound`, `ChangeRefused`, `NotAuthenticated` and `ReplayRefused`, the last also
+    for an operation whose end a saga has used, for a webhook that was erased or redelivered, and for a message without a
+    valid signature where one is required.
     """
     app.loader.import_default_modules()  # a letter whose operation is not known yet is named by its task
     runtime = runtime_of(app)
@@ -78,8 +80,6 @@ def replay(app: Celery, letter: int, change: Change, *, is_confirmed: bool = Tru
             return OperationId(done.tenant, done.task, done.key)
         if not change.is_verified and letters_move_money(app, connection, [letter]):
             raise NotAuthenticated(f"dead letter {letter}: {NEEDS_TOKEN}")
-        if not is_confirmed and (found := to_confirm(connection, [letter])):
-            raise NotConfirmed(f"dead letter {letter}: {found[0].warning}")
         service = runtime.settings.service
         _check_signature(connection, letter, runtime.settings)
         _check_not_erased(connection, letter)
@@ -94,6 +94,7 @@ def replay(app: Celery, letter: int, change: Change, *, is_confirmed: bool = Tru
             id, details = stopped, details | {"dead_letters": list(retried.letters), "waits_for": retried.waits_for}
         else:
             caller = saga_changes.lock_caller(connection, letter)
+            _check_confirmed(connection, letter, confirmed)
             used = _use_of(connection, letter)
             id = dead_letters.replay(connection, letter, service=service, app=app)
             if used is not None and not saga_changes.await_again(connection, id, caller):
@@ -102,6 +103,15 @@ def replay(app: Celery, letter: int, change: Change, *, is_confirmed: bool = Tru
         row = operations.read_locked(connection, id)
         audit(connection, change, "replay", id, row, details=details)
     return id
+
+
+def _check_confirmed(connection: Connection, letter: int, confirmed: Collection[ToConfirm] | None) -> None:
+    """Raise `NotConfirmed` for what was declined or cancelled, unless a person has confirmed just that; its record is locked."""
+    if confirmed is None:
+        return
+    for found in to_confirm(connection, [letter]):
+        if found not in confirmed:
+            raise NotConfirmed(f"dead letter {letter}: {found.warning}")
 
 
 @dataclass(frozen=True, slots=True)

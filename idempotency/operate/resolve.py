@@ -13,7 +13,7 @@ from sqlalchemy import Row
 
 from ..application import runtime_of
 from ..attempt import conclusions
-from ..attempt.conclusions import Entry
+from ..attempt.conclusions import Entry, NotDeclined
 from ..attempt.effects import DidNotHappen, Happened
 from ..attempt.runtime import Runtime
 from ..errors import ChangeRefused, EffectUnknown, InvalidResult, PermanentError, Unfinished
@@ -164,4 +164,4 @@ def _cause(row: Row[Any], change: Change) -> PermanentError:
     fields = json.loads(row.error)
     cause = fields.get("cause") or fields
     error = permanent_error(cause["message"], cause["code"])
-    return PermanentError(change.reason, "cancelled") if error.code == EffectUnknown.default_code else error
+    return NotDeclined(change.reason, "cancelled") if error.code == EffectUnknown.default_code else error

@@ -131,13 +131,20 @@ def why_not(row: Any) -> Completed | Failed | Mismatch | Foreign | Busy | Change
 
 
 def error_text(
-    code: str, message: str, cause: Mapping[str, str] | None = None, on_failed_error: str | None = None
+    code: str,
+    message: str,
+    cause: Mapping[str, str] | None = None,
+    on_failed_error: str | None = None,
+    *,
+    declined: bool = False,
 ) -> str:
     """Encode an error as JSON, without the values of rows: code and message, and what ended the operation if an open effect hides it.
 
-    `on_failed_error`: why the application's rows do not say so.
+    `on_failed_error`: why the application's rows do not say so. `declined`: by a provider or the application's own code.
     """
     fields: dict[str, Any] = {"code": code, "message": without_values(message)}
+    if declined:
+        fields["declined"] = True
     if cause:
         fields["cause"] = dict(cause)
     if on_failed_error is not None:

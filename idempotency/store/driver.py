@@ -35,7 +35,7 @@ class Owner(Protocol):
     def check_commit(self) -> None:
         """Raise `SessionNotYours` unless the attempt commits."""
 
-    def check_statement(self, statement: str) -> None:
+    def check_statement(self, statement: str, parameters: Any) -> None:
         """Raise `SessionNotYours` for a statement that would end the transaction, or another reason to refuse it."""
 
 
@@ -151,19 +151,19 @@ class OneStatementCursor(OneStatement, psycopg.Cursor[Any]):
     unchecked = psycopg.Cursor
 
     def execute(self, query: Any, params: Any = None, **options: Any) -> Self:
-        _check(self.connection, query)
+        _check(self.connection, query, params)
         return super().execute(query, params, **options)
 
     def executemany(self, query: Any, params_seq: Any, **options: Any) -> None:
-        _check(self.connection, query)
+        _check(self.connection, query, params_seq)
         super().executemany(query, params_seq, **options)
 
     def stream(self, query: Any, params: Any = None, **options: Any) -> Iterator[Any]:
-        _check(self.connection, query)
+        _check(self.connection, query, params)
         return super().stream(query, params, **options)
 
     def copy(self, statement: Any, params: Any = None, **options: Any) -> Any:
-        _check(self.connection, statement)
+        _check(self.connection, statement, params)
         return super().copy(statement, params, **options)
 
 
@@ -171,17 +171,17 @@ class StreamingCursor(psycopg.ServerCursor[Any]):
     """What a body's session executes with if it asks for `stream_results`."""
 
     def execute(self, query: Any, params: Any = None, **options: Any) -> Self:
-        _check(self.connection, query)
+        _check(self.connection, query, params)
         return super().execute(query, params, **options)
 
 
-def _check(connection: psycopg.Connection[Any], query: Any) -> None:
+def _check(connection: psycopg.Connection[Any], query: Any, params: Any) -> None:
     if not isinstance(connection, OwnedConnection):
         return
     if not isinstance(query, str):  # by the driver itself
         query = query.decode(errors="replace") if isinstance(query, bytes) else as_string(query, connection)
     if connection.owner is not None:
-        connection.owner.check_statement(query)
+        connection.owner.check_statement(query, params)
     connection.may_have_role = connection.may_have_role or takes_role(query)
 
 

@@ -14,7 +14,7 @@ SELECT DISTINCT tenant, task, key, header_task FROM idempotency.dead_letters WHE
 # How the operation of an open letter has failed, if that is what the letter is about. An effect that was refused in this generation
 # was refused by the provider.
 _FAILURES = """
-SELECT d.id, d.tenant, d.task, d.key, d.failed_at, r.error_code AS code, refused.effect, refused.code AS refused_as
+SELECT d.id, d.tenant, d.task, d.key, d.failed_at, r.error_code AS code, r.error, refused.effect, refused.code AS refused_as
 FROM idempotency.dead_letters d
 JOIN idempotency.records r ON (r.tenant, r.task, r.key, r.fingerprint, r.generation)
     = (d.tenant, d.task, d.key, d.fingerprint, d.generation) AND r.status = 'failed'
@@ -33,5 +33,5 @@ def named(connection: Connection, letters: Sequence[int]) -> Sequence[Row[Any]]:
 
 
 def failures(connection: Connection, letters: Sequence[int]) -> Sequence[Row[Any]]:
-    """How the operations of these letters have failed: `code`, and the `effect` that its provider has `refused_as`, if any."""
+    """How the operations of these letters have failed: `code`, `error`, and the `effect` that its provider has `refused_as`, if any."""
     return connection.exec_driver_sql(_FAILURES, {"ids": list(letters)}).all()

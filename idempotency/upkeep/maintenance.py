@@ -16,7 +16,7 @@ from sqlalchemy import Connection, Row
 
 from ..application import runtime_of
 from ..attempt import conclusions
-from ..attempt.conclusions import Concluded
+from ..attempt.conclusions import Concluded, NotDeclined
 from ..attempt.liveness import is_provably_dead
 from ..attempt.runtime import Runtime
 from ..errors import AttemptsExhausted, PermanentError
@@ -106,7 +106,7 @@ def _end_abandoned(runtime: Runtime, names: Mapping[str, Any]) -> int:
         record = past.lock_abandoned(connection, settings.service, names, retention=settings.retention_http)
         if record is None:
             return 0
-        error = PermanentError("it was begun, and no client has asked for it again", "abandoned")
+        error = NotDeclined("it was begun, and no client has asked for it again", "abandoned")
         claim, concluded = _with_letter(connection, settings, record, error, None)
         ends.cancel(connection, claim.id, concluded.end, fence=record.fence, retention=settings.retention_failed)
     return 1

@@ -76,8 +76,11 @@ def run_batch(trace: Callable[..., Traced], name: str, calls: Sequence[Call]) ->
         # has its own.
         results += [None] * (len(calls) - len(results))
         for (_, request, _), result in zip(decoded, results, strict=True):
-            _give_back(task, request, result)
+            if result is None:
+                _give_back(task, request)
     finally:
+        for _, request, _ in decoded[len(results) + 1 :]:  # the process ends
+            _give_back(task, request)
         _let_go(task, [request for _, request, _ in decoded])
     if left := results.count(None):
         log.warning("batch_not_run", task=name, many=left)
@@ -96,9 +99,9 @@ def _traced(
         return None
 
 
-def _give_back(task: IdempotentTask[..., Any], request: dict[str, Any], result: Traced | None) -> None:
-    """Give back the claim of a message without a result, which comes again."""
-    if result is None and isinstance(prepared := request.get(PREPARED), Prepared):
+def _give_back(task: IdempotentTask[..., Any], request: dict[str, Any]) -> None:
+    """Give back the claim of a message that comes again."""
+    if isinstance(prepared := request.get(PREPARED), Prepared):
         runtime = runtime_of(task.app)
         give_back(runtime, prepared.delivery, Policy.of(task, runtime.settings), prepared.answer)
 

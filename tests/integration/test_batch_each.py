@@ -115,9 +115,9 @@ def test_those_after_a_soft_time_limit_come_again_and_are_not_counted(bank: Cele
         entered.append(account)
         put(self, account)
         if account == "e1":
-            time.sleep(0.3)
+            time.sleep(1.1)
 
-    task = each(bank, body, soft_time_limit=0.25)
+    task = each(bank, body, soft_time_limit=1.0)
     results = run(bank, task, *many(bank, task, 4))
     assert [result is None for result in results] == [False, False, True, True]
     assert entered == ["e0", "e1"]
@@ -181,6 +181,29 @@ def test_one_that_is_known_to_be_lost_asks_before_it_runs(bank: Celery, engine: 
     assert accounts(engine) == {"e0": [1], "e2": [1]}
 
 
+def test_one_whose_lease_is_over_by_the_clock_asks_before_it_runs(bank: Celery, engine: Engine) -> None:
+    """A process that was paused goes on before its heartbeat does."""
+    entered = []
+
+    def body(self: IdempotentTask, account: str) -> None:
+        entered.append(account)
+        if account == "e0":
+            with engine.connect() as connection:
+                connection.execute(TAKE_OVER)
+            runtime = runtime_of(bank)
+            for holding in runtime.heartbeat._holdings.values():
+                holding.renewed_at -= runtime.settings.lease
+        put(self, account)
+
+    task = each(bank, body)
+    run(bank, task, *many(bank, task))
+    assert entered == ["e0", "e2"]
+    assert accounts(engine) == {"e0": [1], "e2": [1]}
+    with engine.connect() as connection:
+        attempts = connection.execute(text("SELECT attempts FROM idempotency.records WHERE key <> 'e1'")).scalars()
+        assert list(attempts) == [1, 1]
+
+
 def test_without_an_answer_to_the_claims_each_claims_alone(
     bank: Celery, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -199,11 +222,16 @@ def test_without_an_answer_to_the_claims_each_claims_alone(
         assert set(connection.execute(text("SELECT attempts FROM idempotency.records")).scalars()) == {1}
 
 
-def test_an_exit_renews_no_claim_any_more(bank: Celery, engine: Engine) -> None:
+def test_those_after_an_exit_come_again_and_are_not_counted(bank: Celery, engine: Engine) -> None:
     def body(self: IdempotentTask, account: str) -> None:
-        raise SystemExit(0)
+        if account == "e1":
+            raise SystemExit(0)
 
     task = each(bank, body)
     with pytest.raises(SystemExit):
-        run(bank, task, *many(bank, task))
+        run(bank, task, *many(bank, task, 4))
+    assert states(engine) == {"e0": "completed"} | dict.fromkeys(("e1", "e2", "e3"), "released")
+    with engine.connect() as connection:
+        counted = connection.execute(text("SELECT attempts FROM idempotency.records ORDER BY key")).scalars().all()
+    assert counted == [1, 0, 0, 0]
     assert not runtime_of(bank).heartbeat._holdings

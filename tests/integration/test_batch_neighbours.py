@@ -12,10 +12,11 @@ from billiard.exceptions import SoftTimeLimitExceeded
 from celery import Celery
 from celery.app.trace import trace_task_ret
 from psycopg import sql
-from sqlalchemy import Engine, text
+from sqlalchemy import Engine, event, text
+from sqlalchemy.orm import Session
 
 from idempotency import IdempotentTask, OperationId
-from idempotency.application import runtime_of
+from idempotency.application import close_runtime, runtime_of
 from idempotency.store import batches
 from idempotency.wire.delivery import Delivery
 from idempotency.worker.batch import run_batch
@@ -83,7 +84,7 @@ def test_a_body_that_runs_again_gets_its_arguments_as_they_were_sent(bank: Celer
         "DO $$ BEGIN SET LOCAL app.tenant = 'e0'; END $$",
     ],
 )
-@pytest.mark.parametrize("way", ["session", "cursor", "driver", "composed"])
+@pytest.mark.parametrize("way", ["session", "before the commit", "cursor", "driver", "composed"])
 def test_what_a_body_has_set_is_so_for_no_other(bank: Celery, engine: Engine, setting: str, way: str) -> None:
     seen: dict[str, Any] = {}
 
@@ -94,6 +95,8 @@ def test_what_a_body_has_set_is_so_for_no_other(bank: Celery, engine: Engine, se
             match way:
                 case "session":
                     self.session.execute(text(setting))
+                case "before the commit":
+                    event.listen(self.session, "before_commit", lambda session: session.execute(text(setting)))
                 case "cursor":
                     connection.cursor().execute(setting.encode())
                 case "driver":
@@ -106,6 +109,41 @@ def test_what_a_body_has_set_is_so_for_no_other(bank: Celery, engine: Engine, se
     run(bank, task, *(message(bank, task, f"e{n}") for n in range(3)))
     assert seen == {"e0": "", "e1": "", "e2": ""}
     assert states(engine) == {"e0": "completed", "e1": "completed", "e2": "completed"}
+
+
+class Shop(Session):
+    """An application's own class of sessions."""
+
+
+@pytest.mark.parametrize("listens", ["the body", "the application"])
+def test_who_listens_for_a_commit_is_told_of_the_real_one_and_once(
+    configured: Celery, engine: Engine, request: pytest.FixtureRequest, listens: str
+) -> None:
+    entered, told = [], []
+
+    def after(session: Session) -> None:
+        told.append(accounts(engine))
+
+    def body(self: IdempotentTask, account: str) -> None:
+        entered.append(account)
+        put(self, account)
+        if listens == "the body" and account == "e1":
+            event.listen(self.session, "after_commit", after)
+
+    if listens == "the application":
+        event.listen(Shop, "after_commit", after)
+        request.addfinalizer(lambda: event.remove(Shop, "after_commit", after))
+        configured.conf.idempotency_session = Shop
+    close_runtime(configured)
+    request.addfinalizer(lambda: close_runtime(configured))
+    task = batched(configured, body)
+    run(configured, task, *(message(configured, task, f"e{n}") for n in range(3)))
+    assert states(engine) == {"e0": "completed", "e1": "completed", "e2": "completed"}
+    if listens == "the application":
+        assert told == [{"e0": [1]}, {"e0": [1], "e1": [1]}, {"e0": [1], "e1": [1], "e2": [1]}]
+        assert entered == ["e0", "e1", "e2"]
+    else:
+        assert told == [{"e0": [1], "e1": [1], "e2": [1]}]
 
 
 @pytest.mark.parametrize("way", ["session", "proxied", "driver"])

@@ -238,7 +238,7 @@ def test_a_permanent_error_fails_at_once_with_its_rows_and_its_dead_letter(
     with engine.connect() as connection:
         letter = connection.execute(text("SELECT * FROM idempotency.dead_letters")).one()
     assert (letter.reason, letter.generation, letter.attempts) == ("no_account", 1, 1)
-    assert json.loads(letter.last_error) == {"code": "no_account", "message": "no such account"}
+    assert json.loads(letter.last_error) == {"code": "no_account", "message": "no such account", "declined": True}
 
 
 def test_a_duplicate_of_a_failed_operation_gets_the_stored_error(deliveries: Deliveries, engine: Engine) -> None:

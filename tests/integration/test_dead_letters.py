@@ -76,7 +76,7 @@ def test_a_failure_stores_its_dead_letter_with_the_record(deliveries: Deliveries
     assert letter.header_task == b.failing.name
     assert letter.queue == deliveries.app.conf.task_default_queue
     assert (letter.generation, letter.attempts, letter.fingerprint) == (1, 1, row.fingerprint)
-    assert json.loads(letter.last_error) == {"code": "no_account", "message": "no such account"}
+    assert json.loads(letter.last_error) == {"code": "no_account", "message": "no such account", "declined": True}
     assert letter.last_error == letter.first_error == row.error
     # the whole message, as it would be delivered again
     assert letter.payload == row.message

@@ -267,7 +267,7 @@ def test_a_refusal_of_the_provider_is_a_known_outcome(bank: Celery, deliveries: 
 
     deliveries.deliver(make_task(bank, lambda self: self.effect("call", declined)), key="k")
     assert record("k").effects["call"]["state"] == "not_happened"
-    assert json.loads(record("k").error) == {"code": "card_declined", "message": "card declined"}
+    assert json.loads(record("k").error) == {"code": "card_declined", "message": "card declined", "declined": True}
 
 
 def test_an_effect_with_a_transaction_open_is_refused_reads_included(

@@ -12,16 +12,22 @@ import pytest
 from celery import Celery
 from sqlalchemy import Connection, Engine, text
 
-from idempotency import EffectUnknown, IdempotentTask, OperationId, PermanentError
+from idempotency import DidNotHappen, EffectUnknown, IdempotentTask, OperationId, PermanentError
 from idempotency.errors import NotAuthenticated
+from idempotency.letters.consumer import DeadLetterConsumer
+from idempotency.operate import replay as replaying
 from idempotency.operate.change import Change, read
 from idempotency.operate.people import add_operator
 from idempotency.operate.release import release
 from idempotency.operate.rename import rename_service
-from idempotency.operate.replay import NotConfirmed, replay
+from idempotency.operate.replay import NotConfirmed, replay, to_confirm
+from idempotency.operate.resolve import resolve_effect
+from idempotency.sagas import saga
+from tests.sagas.conftest import Stage
 from tests.support import bank as b
 from tests.support import operations as op
 from tests.support.commands import Answer, runner
+from tests.support.dead_messages import body_of, die
 from tests.support.deliveries import Deliveries
 from tests.support.operators import ANN, snapshot
 from tests.support.tasks import transactional
@@ -44,6 +50,8 @@ def charge(bank: Celery) -> Iterator[Any]:
                 raise PermanentError("not enough money", "card_declined")
             return "charged"
 
+        if how.startswith("refused as "):
+            raise PermanentError("the bank does not do it", how.removeprefix("refused as "))
         return str(self.effect("capture", ask))
 
     yield charge
@@ -189,13 +197,88 @@ def test_a_replay_says_what_it_does_to_what_was_declined_or_cancelled(
         assert ask(*replaying).status == 0
         return
     with pytest.raises(NotConfirmed, match=f"dead letter {letter.id}: .* k: {said}"):
-        replay(bank, letter.id, ANN, is_confirmed=False)
+        replay(bank, letter.id, ANN, confirmed=())
     refused = ask(*replaying, who="ann")
     assert refused.status == 1
     assert refused.error.endswith("\nnothing was done; to do so, give --yes\n")
     assert snapshot(connection) == before
     assert ask(*replaying, "--yes", who="ann").status == 0
     assert [each.status for each in op.dead_letters(connection)] == ["replayed"]
+
+
+@pytest.mark.parametrize(
+    "code", ["rejected", "expired", "abandoned", "call_refused", "unfinished", "attempts_exhausted"]
+)
+def test_what_was_declined_under_a_word_of_ours_is_replayed_only_on_purpose(
+    bank: Celery, connection: Connection, deliveries: Deliveries, charge: Any, code: str
+) -> None:
+    deliveries.deliver(charge, "k", f"refused as {code}")
+    (letter,) = op.dead_letters(connection)
+    with pytest.raises(NotConfirmed, match=f"k: was refused for good as {code} at"):
+        replay(bank, letter.id, ANN, confirmed=())
+    replay(bank, letter.id, ANN, confirmed=to_confirm(connection, [letter.id]))
+
+
+@pytest.mark.parametrize("has_undo", [False, True])
+def test_a_saga_whose_call_was_declined_so_is_replayed_only_on_purpose(
+    bank: Celery, engine: Engine, connection: Connection, deliveries: Deliveries, charge: Any, has_undo: bool
+) -> None:
+    stage = Stage(bank, engine, deliveries)
+
+    @saga("paying", key="{id}", app=bank)
+    def paying(saga: Any, id: str) -> None:
+        if has_undo:
+            saga.call(b.deposit, id, undo=b.returning)
+        saga.call(charge, id, "refused as rejected")
+
+    stage.enqueue(paying, "k")
+    stage.run()
+    (letter,) = (each for each in op.dead_letters(connection) if each.task == "paying")
+    with pytest.raises(NotConfirmed, match="k: was refused for good as rejected at"):
+        replay(bank, letter.id, ANN, confirmed=())
+    replay(bank, letter.id, ANN)
+
+
+def test_what_no_worker_could_run_is_replayed_without_being_asked(
+    bank: Celery, connection: Connection, consumer: DeadLetterConsumer
+) -> None:
+    die(bank, consumer, body_of("k"))
+    consumer.run_once()
+    (letter,) = op.dead_letters(connection)
+    assert (letter.reason, op.status(connection, op.operation(b.deposit, "k"))) == ("rejected", "failed")
+    replay(bank, letter.id, ANN, confirmed=())
+    assert op.status(connection, op.operation(b.deposit, "k")) == "released"
+
+
+def test_a_replay_asks_about_what_another_person_has_cancelled_meanwhile(
+    bank: Celery, connection: Connection, deliveries: Deliveries, charge: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    id = failed(connection, deliveries, charge, "unknown")
+    (letter,) = op.dead_letters(connection)
+    assert to_confirm(connection, [letter.id]) == []
+    check = replaying._check_signature
+
+    def meanwhile(*arguments: Any) -> None:
+        resolve_effect(bank, read(connection, id, op.SERVICE), "capture", DidNotHappen(), ANN, end=True)
+        check(*arguments)
+
+    monkeypatch.setattr(replaying, "_check_signature", meanwhile)
+    with pytest.raises(NotConfirmed, match=f"k: {CANCELLED}"):
+        replay(bank, letter.id, ANN, confirmed=())
+    assert op.status(connection, id) == "failed"
+
+
+def test_what_a_person_has_confirmed_is_what_they_were_shown(
+    bank: Celery, connection: Connection, deliveries: Deliveries, charge: Any
+) -> None:
+    id = failed(connection, deliveries, charge, "declined")
+    (letter,) = op.dead_letters(connection)
+    shown = to_confirm(connection, [letter.id])
+    connection.execute(text("UPDATE idempotency.records SET error_code = 'cancelled'"))
+    with pytest.raises(NotConfirmed, match=f"k: {CANCELLED}"):
+        replay(bank, letter.id, ANN, confirmed=shown)
+    replay(bank, letter.id, ANN, confirmed=to_confirm(connection, [letter.id]))
+    assert op.status(connection, id) == "released"
 
 
 class Terminal(io.StringIO):

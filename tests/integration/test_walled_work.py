@@ -17,7 +17,7 @@ from sqlalchemy.exc import ProgrammingError
 from sqlalchemy.orm import Session
 from sqlalchemy.pool import NullPool
 
-from idempotency import DidNotHappen, EffectUnknown, OperationId, PermanentError, cli, publish
+from idempotency import DidNotHappen, EffectUnknown, IdempotentTask, OperationId, PermanentError, cli, publish
 from idempotency.application import close_runtime, runtime_of, settings_of
 from idempotency.checks.findings import Level
 from idempotency.checks.postgres import check_database
@@ -38,9 +38,11 @@ from idempotency.relay.resend import resend_lost
 from idempotency.sagas import saga
 from idempotency.store import roles, saga_reading
 from idempotency.store.answers import Claimed, Renewal
+from idempotency.store.driver import SET_TENANTS
 from idempotency.store.rights import APPLICATION, OPERATOR, RELAY
 from idempotency.upkeep import alarms, alerts, maintenance
 from idempotency.upkeep.presence import SignOfLife
+from tests.integration.test_batch_neighbours import batched, message, run, states
 from tests.sagas.conftest import Stage
 from tests.support import bank as b
 from tests.support import operations as op
@@ -279,6 +281,63 @@ def test_a_body_sees_its_own_tenant_in_every_transaction(under: Under, walled: s
         assert seen == ["a", "a"]
         with session.engine.connect() as plain:
             assert not plain.scalar(text("SELECT current_setting('idempotency.tenant', true)"))
+
+
+def name_another(session: Session, way: str) -> None:
+    match way:
+        case "enqueue":
+            b.deposit.enqueue(session, "x", tenant="other")
+        case "on the driver":
+            b.deposit.enqueue(session.connection().connection.driver_connection, "x", tenant="other")
+        case "parameter":
+            session.execute(text("SELECT idempotency.about(:tenant)"), {"tenant": "other"})
+        case "literal":
+            session.execute(text("SELECT \"idempotency\".about ('other')"))
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["", "behind savepoints"])
+@pytest.mark.parametrize("way", ["enqueue", "on the driver", "parameter", "literal", "before the commit"])
+def test_a_tenant_that_one_body_of_a_batch_names_is_hidden_from_the_next(
+    under: Under, engine: Engine, connection: Connection, way: str, fails: bool
+) -> None:
+    connection.execute(text("CREATE TABLE orders (tenant text NOT NULL, paid boolean NOT NULL)"))
+    connection.execute(text("INSERT INTO orders VALUES ('default', false), ('other', false)"))
+    roles.protect(connection, "orders")
+    connection.execute(text(f"GRANT ALL ON orders TO {APPLICATION}"))
+    changed: dict[str, int] = {}
+
+    def body(self: IdempotentTask, account: str) -> None:
+        if account == "e1":
+            if way == "before the commit":
+                event.listen(self.session, "before_commit", lambda session: name_another(session, "enqueue"))
+            else:
+                name_another(self.session, way)
+        if account == "e3" and fails:
+            raise ValueError("bad")
+        changed[account] = self.session.connection().exec_driver_sql("UPDATE orders SET paid = true").rowcount
+
+    with under(APPLICATION) as app:
+        task = batched(app, body)
+        run(app, task, *(message(app, task, f"e{n}") for n in range(4)))
+    # its own transaction is about both
+    assert changed.pop("e1") == (1 if way == "before the commit" else 2)
+    assert changed == dict.fromkeys(("e0", "e2") if fails else ("e0", "e2", "e3"), 1)
+    assert states(engine) == dict.fromkeys(("e0", "e1", "e2"), "completed") | {"e3": "failed" if fails else "completed"}
+
+
+def test_the_tenant_costs_a_batch_one_statement_while_no_body_names_another(under: Under, engine: Engine) -> None:
+    asked: list[str] = []
+
+    def body(self: IdempotentTask, account: str) -> None:
+        b.deposit.enqueue(self.session, account)
+        self.session.execute(text("SELECT idempotency.about(:own)"), {"own": "default"})
+
+    with under(APPLICATION) as app:
+        task = batched(app, body)
+        event.listen(runtime_of(app).engine, "before_cursor_execute", lambda *args: asked.append(args[2]))
+        run(app, task, *(message(app, task, f"e{n}") for n in range(3)))
+    assert [statement for statement in asked if "set_config('idempotency.tenant'" in statement] == [SET_TENANTS]
+    assert set(states(engine).values()) == {"completed"}
 
 
 def test_sagas_of_two_tenants_wait_are_woken_and_undone(under: Under, engine: Engine, deliveries: Deliveries) -> None:

@@ -33,7 +33,8 @@ else:
     from django_tasks.signals import task_enqueued
 
 from ...application import runtime_of
-from ...errors import Defer, PermanentError, SettingsError
+from ...attempt.conclusions import NotDeclined
+from ...errors import Defer, SettingsError
 from ...store import operations
 from ...wire import results
 from ...wire.keys import OperationId
@@ -75,7 +76,7 @@ def _found(self: IdempotentTask, path: str) -> Any:
     except ImportError as error:
         age, grace = self._attempt.claim.age, runtime_of(self.app).settings.unknown_task_grace
         if age >= grace:
-            raise PermanentError(f"{path}: {error}", "unknown_task") from error
+            raise NotDeclined(f"{path}: {error}", "unknown_task") from error
         raise Defer(min(max(age, FIRST_PAUSE), LAST_PAUSE), f"{path} cannot be imported: {error}") from error
 
 
