@@ -172,13 +172,13 @@ _OPTIONS: dict[str, Any] = {
 }
 
 
-@app.task(name="chaos.deposit", **_OPTIONS)
+@app.task(name="chaos.deposit", batch=10, batch_commit="each", **_OPTIONS)
 def deposit(self: IdempotentTask, number: str, account: str, amount: int) -> dict[str, Any]:
     """One row."""
     return _write_last(self, account, amount)
 
 
-@app.task(name="chaos.transfer", **_OPTIONS)
+@app.task(name="chaos.transfer", batch=5, batch_commit="each", **_OPTIONS)
 def transfer(self: IdempotentTask, number: str, account: str, amount: int, url: str) -> dict[str, Any]:
     """A step, two calls outside, and a final row; it has attempts enough."""
     self.step("reserve", reserve, f"{account}/reserved", amount, undo=unreserve)
@@ -283,7 +283,7 @@ def tell(session: Session | Connection, *, tenant: str, number: str, account: st
     return event_id
 
 
-@subscribe("account.*", consumer="ledger", app=app, on_failed=None, max_attempts=MANY_ATTEMPTS)
+@subscribe("account.*", consumer="ledger", app=app, on_failed=None, max_attempts=MANY_ATTEMPTS, batch=10)
 def post(self: IdempotentTask, event: dict[str, Any]) -> dict[str, Any]:
     """The first consumer's row."""
     return _write_last(self, f"{event['data']['account']}/{LEDGER}", event["data"]["amount"])
