@@ -187,6 +187,8 @@ class CallFailed(PermanentError):
     """A task that a saga has called has failed; `code` and the message are those of the failure."""
 
     default_code = "call_failed"
+    # Whether that was a refusal by a provider or by the application's own code.
+    is_declined = False
 
 
 class UnsupportedControl(PermanentError):

@@ -122,9 +122,11 @@ def run_together(runtime: Runtime, deliveries: Sequence[Delivery], policy: Polic
                 if (claim := claims.get(delivery.id.key)) is not None
             }
             done = _Batch(runtime, attempts, policy, body).run()
-    except SoftTimeLimitExceeded:
-        raise
-    except Exception as error:
+    except BaseException as error:
+        if not isinstance(error, Exception) or isinstance(error, SoftTimeLimitExceeded):
+            for attempt in attempts.values():
+                _release(attempt)
+            raise
         # Its COMMIT may have succeeded. The records know, and each delivery asks its own.
         log.warning("batch_not_committed", task=deliveries[0].id.task, many=len(attempts), error=describe(error))
     finally:
@@ -170,11 +172,17 @@ def give_back(runtime: Runtime, delivery: Delivery, policy: Policy, answer: Answ
         return
     attempt = Attempt(runtime, claim, delivery, policy)
     try:
+        _release(attempt)
+    finally:
+        attempt.close()
+
+
+def _release(attempt: Attempt) -> None:
+    """Let go, and do not count it: its message comes again. If it has been committed after all, it stays so."""
+    try:
         attempt.release(delay=0.0, error=None, give_back=True)
     except (LeaseLost, DBAPIError, PoolTimeout) as error:
         log.warning("claim_not_given_back", error=type(error).__name__, **attempt.writes.names)
-    finally:
-        attempt.close()
 
 
 def _ask(

@@ -37,7 +37,7 @@ from ..errors import (
 )
 from ..framework import framework
 from ..observe.logs import log
-from ..store.answers import error_text, permanent_error
+from ..store.answers import error_text
 from ..store.ends import FailedEnd
 from ..store.statements import ERROR_LIMIT, describe
 from ..wire import results
@@ -118,7 +118,7 @@ def conclude(
             log.error("on_failed_error", error=failure, task=id.task, key=id.key)
     in_rows = broken if reason == "on_failed_error" else None
     other = cause if cause["code"] != error.code else None
-    stored = error_text(error.code, described, other, in_rows, declined=_is_declined(error))
+    stored = error_text(error.code, described, other, in_rows, declined=is_declined(error))
     if ended is not error:
         stored = error_text(ended.code, str(ended), cause, in_rows)
     answered = {name for undo in undos for name in undo.effects or ()}
@@ -127,18 +127,19 @@ def conclude(
     return Concluded(ended, FailedEnd(ended.code, stored, forgotten, compensated), reason, broken)
 
 
-def _cause(error: PermanentError, described: str) -> dict[str, str]:
+def _cause(error: PermanentError, described: str) -> dict[str, Any]:
     """What ends the operation, apart from its effects. For a refused repeat it is the refusal, which led to the unknown."""
     refusal = error.__cause__
     if isinstance(error, EffectUnknown) and isinstance(refusal, PermanentError):
-        return {"code": refusal.code, "message": str(refusal)}
-    return {"code": error.code, "message": described}
+        error, described = refusal, str(refusal)
+    cause = {"code": error.code, "message": described}
+    return cause | {"declined": True} if is_declined(error) else cause
 
 
-def _is_declined(error: PermanentError) -> bool:
+def is_declined(error: PermanentError) -> bool:
     """Whether a provider or the application's code has refused for good. Its codes may be ours; our classes are not its."""
     if isinstance(error, CallFailed):
-        error = permanent_error(error.message, error.code)  # as what was called has failed
+        return error.is_declined
     is_ours = type(error).__module__ in (PermanentError.__module__, __name__)
     return not is_ours or type(error) in (PermanentError, StoredRefusal)
 

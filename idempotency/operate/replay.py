@@ -47,7 +47,11 @@ class ToConfirm:
 
 
 def to_confirm(connection: Connection, letters: Sequence[int]) -> list[ToConfirm]:
-    """Those of these letters whose operation was declined or cancelled. The others failed for a reason that may be over."""
+    """Those of these letters whose operation was declined or cancelled. The others failed for a reason that may be over.
+
+    Of a saga that has stopped, it is its failed undos, which are replayed first.
+    """
+    letters = [*letters, *letter_operations.letters_of_undos(connection, letters)]
     return [found for row in letter_operations.failures(connection, letters) if (found := _to_confirm(row)) is not None]
 
 
@@ -86,6 +90,7 @@ def replay(app: Celery, letter: int, change: Change, *, confirmed: Collection[To
         _wait_again(connection, letter)
         details: dict[str, Any] = {"dead_letter": letter}
         if (stopped := saga_changes.stopped_by(connection, letter)) is not None:
+            _check_confirmed(connection, letter, confirmed)
             retried = saga_changes.retry(connection, stopped, service=service, app=app)
             for other, undo in retried.letters.items():
                 audit(

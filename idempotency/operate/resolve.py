@@ -18,7 +18,7 @@ from ..attempt.effects import DidNotHappen, Happened
 from ..attempt.runtime import Runtime
 from ..errors import ChangeRefused, EffectUnknown, InvalidResult, PermanentError, Unfinished
 from ..store import corrections, ends, operations, saga_changes
-from ..store.answers import error_fields, error_text, permanent_error
+from ..store.answers import error_fields, error_text, stored_error
 from ..store.ends import FailedEnd
 from ..store.sagas import COMPENSATING, RESOLVED
 from ..wire import results
@@ -162,6 +162,5 @@ def _checked_result(app: Celery, runtime: Runtime, task: str, name: str, result:
 def _cause(row: Row[Any], change: Change) -> PermanentError:
     """What had ended the operation beside the unknown effect; if nothing had, this person cancels it."""
     fields = json.loads(row.error)
-    cause = fields.get("cause") or fields
-    error = permanent_error(cause["message"], cause["code"])
+    error = stored_error(fields.get("cause") or fields)
     return NotDeclined(change.reason, "cancelled") if error.code == EffectUnknown.default_code else error

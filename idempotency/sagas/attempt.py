@@ -338,7 +338,7 @@ class SagaAttempt(Attempt):
 
     def _begin_to_undo(self, error: PermanentError) -> NoReturn:
         """The first of the two commits of a saga that fails: from here on it is only undone, with its own attempts."""
-        stored = error_text(error.code, str(error))
+        stored = error_text(error.code, str(error), declined=conclusions.is_declined(error))
         self.writes.in_session(lambda c: sagas.compensate(c, self.saga, stored, lease=self.lease))
         self.saga = replace(self.saga, status=COMPENSATING, error=stored)
         log.warning("saga_is_undone", code=error.code, **self.writes.names)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from ..attempt.conclusions import is_declined
 from ..errors import CallFailed, InvalidKey, Misuse
-from ..store.answers import error_fields
+from ..store.answers import stored_error
 from ..store.saga_steps import Recorded
 from ..wire import keys, results
 from ..worker.control import is_replacement
@@ -57,7 +59,7 @@ def run_all(attempt: SagaAttempt, calls: Sequence[Call]) -> list[Any]:
         attempt.wait(len(still_open))
     for row in found:
         if row.state == "failed":
-            raise CallFailed(*_failure(row))
+            raise _failure(row)
     ended = [results.from_text(row.result or "null") for row in found]
     for row, result in zip(found, ended, strict=True):
         if is_replacement(result):
@@ -101,6 +103,8 @@ def _row(attempt: SagaAttempt, each: Call) -> Recorded:
     return row
 
 
-def _failure(row: Recorded) -> tuple[str, str]:
-    fields = error_fields(row.error or "")
-    return fields["message"], fields["code"]
+def _failure(row: Recorded) -> CallFailed:
+    error = stored_error(json.loads(row.error or ""))
+    failure = CallFailed(error.message, error.code)
+    failure.is_declined = is_declined(error)
+    return failure

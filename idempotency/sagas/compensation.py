@@ -6,11 +6,12 @@ twice, and one that fails for good stops the saga where a person sees it.
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..errors import EffectUnknown, PermanentError, Unfinished
 from ..store import saga_steps, sagas
-from ..store.answers import error_fields, error_text, permanent_error
+from ..store.answers import error_fields, error_text, permanent_error, stored_error
 from ..store.saga_steps import Recorded
 from ..wire import results
 from ..wire.keys import OperationId
@@ -64,8 +65,7 @@ def run(attempt: SagaAttempt, tasks: Any) -> NoReturn:
 
 def reason(saga: sagas.SagaRow) -> PermanentError:
     """Why a saga is undone."""
-    fields = error_fields(saga.error or error_text("cancelled", "cancelled"))
-    return permanent_error(fields["message"], fields["code"])
+    return stored_error(json.loads(saga.error or error_text("cancelled", "cancelled")))
 
 
 def final(saga: sagas.SagaRow) -> PermanentError:

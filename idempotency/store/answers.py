@@ -133,7 +133,7 @@ def why_not(row: Any) -> Completed | Failed | Mismatch | Foreign | Busy | Change
 def error_text(
     code: str,
     message: str,
-    cause: Mapping[str, str] | None = None,
+    cause: Mapping[str, Any] | None = None,
     on_failed_error: str | None = None,
     *,
     declined: bool = False,
@@ -158,9 +158,17 @@ def error_fields(text: str) -> dict[str, str]:
     return {"code": fields["code"], "message": fields["message"]}
 
 
-def permanent_error(message: str, code: str) -> PermanentError:
-    """Rebuild a stored error, with the library's own class for each of its codes, so that `on_failed` can rely on types."""
-    for kind in PermanentError.__subclasses__():
+def permanent_error(message: str, code: str, *, declined: bool = False) -> PermanentError:
+    """Rebuild an error, with the library's own class for each of its codes, so that `on_failed` can rely on types.
+
+    `declined`: it was not the library's, whatever its code says.
+    """
+    for kind in () if declined else PermanentError.__subclasses__():
         if kind.__module__ == PermanentError.__module__ and kind.default_code == code:
             return kind(message, code)
     return PermanentError(message, code)
+
+
+def stored_error(fields: Mapping[str, Any]) -> PermanentError:
+    """Rebuild an error from the fields with which it is stored: its own, or those of its cause."""
+    return permanent_error(fields["message"], fields["code"], declined=fields.get("declined", False))

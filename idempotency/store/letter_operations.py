@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from sqlalchemy import Connection, Row
@@ -26,6 +26,15 @@ WHERE d.id = ANY(%(ids)s) AND d.status = 'open' AND d.reason NOT IN ('fingerprin
 ORDER BY d.id
 """
 
+# Of the undos that a replay of these letters, of sagas that have stopped, replays first.
+_LETTERS_OF_UNDOS = """
+SELECT d.id FROM idempotency.dead_letters l
+JOIN idempotency.sagas g ON (g.tenant, g.task, g.key) = (l.tenant, l.task, l.key) AND g.stopped = l.reason
+JOIN idempotency.saga_steps s ON s.saga_id = g.id AND s.generation = g.generation AND s.kind = 'undo' AND s.state = 'failed'
+JOIN idempotency.dead_letters d ON (d.tenant, d.task, d.key) = (s.tenant, s.call_task, s.call_key) AND d.status = 'open'
+WHERE l.id = ANY(%(letters)s) AND l.status = 'open'
+"""
+
 
 def named(connection: Connection, letters: Sequence[int]) -> Sequence[Row[Any]]:
     """The operations of these letters, or the task of a message whose operation is not known."""
@@ -35,3 +44,8 @@ def named(connection: Connection, letters: Sequence[int]) -> Sequence[Row[Any]]:
 def failures(connection: Connection, letters: Sequence[int]) -> Sequence[Row[Any]]:
     """How the operations of these letters have failed: `code`, `error`, and the `effect` that its provider has `refused_as`, if any."""
     return connection.exec_driver_sql(_FAILURES, {"ids": list(letters)}).all()
+
+
+def letters_of_undos(connection: Connection, letters: Collection[int]) -> list[int]:
+    """The open letters of failed undos that are replayed with these, because they are of sagas that have stopped."""
+    return list(connection.exec_driver_sql(_LETTERS_OF_UNDOS, {"letters": list(letters)}).scalars())

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby, takewhile
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from billiard.exceptions import SoftTimeLimitExceeded
@@ -25,7 +25,9 @@ from kombu.serialization import prepare_accept_content
 from ..application import runtime_of
 from ..attempt.batch import Answer, claim_together, give_back, run_together
 from ..attempt.policy import Policy
+from ..attempt.run import Outcome
 from ..observe.logs import log
+from ..store.answers import Claimed
 from ..wire.delivery import Delivery
 from .deliveries import delivery_of, is_under_another
 
@@ -37,16 +39,23 @@ if TYPE_CHECKING:
 Call = tuple[str, dict[str, Any], Any, str | None, str | None]
 # What Celery's trace returns for it.
 Traced = tuple[int, Any, float]
+# A message's id, headers and decoded body.
+Decoded = tuple[str, dict[str, Any], Any]
+# Of the job's time, until which another message is begun: the pool's clock begins a little earlier.
+SHARE_OF_LIMIT = 0.9
 # The attribute of a request, and the key in the dictionary that it is made from.
 PREPARED = "prepared"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Prepared:
-    """What the batch has found out about a message."""
+    """What the batch has found out about a message, and what has become of it since."""
 
     delivery: Delivery
     answer: Answer
+    has_begun: bool = False
+    # by what is raised once for a whole job
+    is_interrupted: bool = False
 
 
 def prepared_for(request: Any) -> Prepared | None:
@@ -55,11 +64,33 @@ def prepared_for(request: Any) -> Prepared | None:
     return prepared if isinstance(prepared, Prepared) else None
 
 
-def run_batch(trace: Callable[..., Traced], name: str, calls: Sequence[Call]) -> list[Traced | None]:
-    """Run these messages of a task, together where that is possible, and trace each. Returns that; None: a message comes again."""
+def taken_from(request: Any) -> tuple[Outcome | None, str | None, Claimed | None]:
+    """What a batch has found out: the outcome, or the token and the claim to run it under. Nothing without a batch."""
+    if (prepared := prepared_for(request)) is None:
+        return None, None, None
+    prepared.has_begun = True
+    return prepared.answer.outcome, prepared.answer.token, prepared.answer.claim
+
+
+def note_end(request: Any, outcome: Outcome) -> None:
+    """Note if a time limit or the end of a greenlet has ended the body."""
+    error = getattr(outcome, "cause", None) or getattr(outcome, "error", None)
+    is_ours = isinstance(error, Exception | None) and not isinstance(error, SoftTimeLimitExceeded)
+    if not is_ours and (prepared := prepared_for(request)) is not None:
+        prepared.is_interrupted = True
+
+
+def run_batch(
+    trace: Callable[..., Traced], name: str, calls: Sequence[Call], limit: float | None = None
+) -> list[Traced | None]:
+    """Run these messages of a task, together where that is possible, and trace each. Returns that; None: a message comes again.
+
+    `limit`: the job's first time limit, in seconds.
+    """
     app = current_app._get_current_object()
     task, accept = app.tasks[name], prepare_accept_content(app.conf.accept_content)
-    ends_at = math.inf if task.soft_time_limit is None else time.monotonic() + task.soft_time_limit
+    limit = limit or task.soft_time_limit
+    ends_at = math.inf if limit is None else time.monotonic() + SHARE_OF_LIMIT * limit
     decoded = [
         (id, request, _decoded(body, content_type, encoding, accept))
         for id, request, body, content_type, encoding in calls
@@ -68,23 +99,27 @@ def run_batch(trace: Callable[..., Traced], name: str, calls: Sequence[Call]) ->
     try:
         with suppress(SoftTimeLimitExceeded):
             _prepare(task, [(request, body) for _, request, body in decoded if body is not None])
-            for (id, request, body), call in takewhile(
-                lambda _: time.monotonic() < ends_at, zip(decoded, calls, strict=True)
-            ):
-                results.append(_traced(trace, name, id, request, call[2:] if body is None else (body, None, None)))
-        # The time limit is raised once for a job, so what went on after that would have none. Delivered again, each message
-        # has its own.
-        results += [None] * (len(calls) - len(results))
-        for (_, request, _), result in zip(decoded, results, strict=True):
-            if result is None:
-                _give_back(task, request)
+            for traced in _trace_each(trace, name, decoded, calls, ends_at):
+                results.append(traced)
     finally:
-        for _, request, _ in decoded[len(results) + 1 :]:  # the process ends
-            _give_back(task, request)
-        _let_go(task, [request for _, request, _ in decoded])
+        for _, request, _ in decoded:
+            _let_go(task, request)
+    results += [None] * (len(calls) - len(results))
     if left := results.count(None):
         log.warning("batch_not_run", task=name, many=left)
     return results
+
+
+def _trace_each(
+    trace: Callable[..., Traced], name: str, decoded: Sequence[Decoded], calls: Sequence[Call], ends_at: float
+) -> Iterator[Traced | None]:
+    """Until a limit is near or has come: it is raised once for a job, so what went on after that would have none."""
+    for (id, request, body), call in zip(decoded, calls, strict=True):
+        if time.monotonic() >= ends_at:
+            return
+        yield _traced(trace, name, id, request, call[2:] if body is None else (body, None, None))
+        if isinstance(prepared := request.get(PREPARED), Prepared) and prepared.is_interrupted:
+            return
 
 
 def _traced(
@@ -99,18 +134,14 @@ def _traced(
         return None
 
 
-def _give_back(task: IdempotentTask[..., Any], request: dict[str, Any]) -> None:
-    """Give back the claim of a message that comes again."""
-    if isinstance(prepared := request.get(PREPARED), Prepared):
-        runtime = runtime_of(task.app)
+def _let_go(task: IdempotentTask[..., Any], request: dict[str, Any]) -> None:
+    """Give back the claim of a message whose body was not entered, and renew none any more."""
+    if not isinstance(prepared := request.get(PREPARED), Prepared) or prepared.answer.holding is None:
+        return
+    runtime = runtime_of(task.app)
+    if not prepared.has_begun:
         give_back(runtime, prepared.delivery, Policy.of(task, runtime.settings), prepared.answer)
-
-
-def _let_go(task: IdempotentTask[..., Any], requests: Sequence[dict[str, Any]]) -> None:
-    """Renew no claim any more, also of what has not come to its end."""
-    for request in requests:
-        if isinstance(prepared := request.get(PREPARED), Prepared) and prepared.answer.holding is not None:
-            runtime_of(task.app).heartbeat.drop(prepared.answer.holding)
+    runtime.heartbeat.drop(prepared.answer.holding)
 
 
 def _decoded(body: Any, content_type: str | None, encoding: str | None, accept: Any) -> Any:

@@ -13,7 +13,6 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from billiard.einfo import ExceptionInfo
 from celery.app.trace import fast_trace_task, trace_task_ret
 from celery.worker import state
 from celery.worker.strategy import default
@@ -64,25 +63,32 @@ class _Gathering:
             requests, self._requests = self._requests, []
         if requests:
             # Celery waits for a free process of the pool, and then calls `execute_using_pool`
-            self._consumer.on_task_request(_Job(self._task, requests))
+            self._consumer.on_task_request(_Job(self._task, requests, getattr(self._consumer, "controller", None)))
 
 
 class _Job:
     """The job of the pool for one batch."""
 
-    def __init__(self, task: IdempotentTask[..., Any], requests: Sequence[Any]) -> None:
+    def __init__(self, task: IdempotentTask[..., Any], requests: Sequence[Any], controller: Any = None) -> None:
         self._task = task
         self._requests = requests
+        self._controller = controller
+        self._is_green = False
 
     def execute_using_pool(self, pool: Any) -> None:
         """Send it, as Celery's request of one message does."""
         for request in self._requests:
             request.revoked()  # marks the message: it is delivered, and ends its operation
         task, first = self._task, self._requests[0]
+        self._is_green = getattr(pool, "is_green", False)
+        limits = (
+            getattr(task, name) or getattr(self._controller, name, None) for name in ("soft_time_limit", "time_limit")
+        )
+        limit = min(filter(None, limits), default=None)
         trace = fast_trace_task if task.app.use_fast_trace_task else trace_task_ret
         pool.apply_async(
             run_batch,
-            args=(trace, task.name, [_call(each) for each in self._requests]),
+            args=(trace, task.name, [_call(each) for each in self._requests], limit),
             accept_callback=self._on_accepted,
             timeout_callback=self._on_timeout,
             callback=self._on_traced,
@@ -96,8 +102,10 @@ class _Job:
         for request in self._requests:
             request.on_accepted(pid, time_accepted)
 
-    def _on_traced(self, results: Sequence[Traced | None] | ExceptionInfo) -> None:
-        if isinstance(results, ExceptionInfo):  # what a thread raises, where a process would have ended
+    def _on_traced(self, results: list[Traced | None] | Any) -> None:
+        if not isinstance(
+            results, list
+        ):  # what a thread raises, where a process would have ended, or of a greenlet's end
             self._on_lost(results)
             return
         for request, traced in zip(self._requests, results, strict=True):
@@ -111,10 +119,13 @@ class _Job:
 
     def _on_timeout(self, soft: bool, timeout: float) -> None:
         log.warning("batch_time_limit", task=self._task.name, many=len(self._requests), soft=soft, seconds=timeout)
+        if self._is_green and not soft:  # nothing else is said of it: there is no process that is lost
+            self._on_lost(None)
 
     def _on_lost(self, exc_info: Any) -> None:
         """The process was lost or killed: none of these messages is known to be done, and each comes again by itself."""
-        log.error("batch_lost", task=self._task.name, many=len(self._requests), error=type(exc_info.exception).__name__)
+        error = type(getattr(exc_info, "exception", None)).__name__
+        log.error("batch_lost", task=self._task.name, many=len(self._requests), error=error)
         for request in self._requests:
             if not request._already_revoked:  # terminated by a person: Celery has announced that one, and no other
                 self._put_back(request)

@@ -59,7 +59,7 @@ from ..wire import results
 from ..wire.delivery import Delivery
 from ..wire.message import DUE_HEADER, GENERATION_HEADER
 from . import following, hooks, parking
-from .batch import prepared_for
+from .batch import note_end, prepared_for, taken_from
 from .censored import hide_secrets
 from .control import ControlledTask, is_replacement
 from .deliveries import as_accepted, delivery_of, is_anothers, is_under_another, store_refusal
@@ -216,11 +216,10 @@ class IdempotentTask(ControlledTask[P, R_co]):
             return Raised(parking.put_back(self.app, delivery))
 
     def _run(self, delivery: Delivery) -> Outcome:
-        token, claimed, request = None, None, self.request
-        if (prepared := prepared_for(request)) is not None:
-            if prepared.answer.outcome is not None:
-                return prepared.answer.outcome
-            token, claimed = prepared.answer.token, prepared.answer.claim
+        request = self.request
+        known, token, claimed = taken_from(request)
+        if known is not None:
+            return known
         runtime = runtime_of(self.app)
         policy = Policy.of(self, runtime.settings)
         while True:
@@ -229,6 +228,7 @@ class IdempotentTask(ControlledTask[P, R_co]):
                 outcome = run(runtime, delivery, policy, self._body, answer, self._new_attempt, token, claimed)
             finally:
                 request.attempt = None
+            note_end(request, outcome)
             if not (isinstance(outcome, Release) and delivery.is_eager):
                 return outcome
             if outcome.give_back and outcome.cause is not None:

@@ -17,7 +17,7 @@ from idempotency.operate import saga as operate
 from idempotency.operate.cancel import cancel
 from idempotency.operate.change import Change, Shown, read
 from idempotency.operate.people import Person
-from idempotency.operate.replay import replay
+from idempotency.operate.replay import NotConfirmed, replay, to_confirm
 from idempotency.operate.resolve import resolve_effect, resolve_effect_of_saga
 from idempotency.sagas import observe, saga
 from idempotency.store import saga_steps
@@ -539,3 +539,26 @@ def test_a_signal_ahead_by_a_process_without_the_saga_is_refused(stage: Stage) -
     stage.pass_time(61.0)
     stage.run()
     assert handle.result() is True
+
+
+def to_confirm_of(stage: Stage, letter: int) -> list[Any]:
+    with runtime_of(stage.app).autocommit() as connection:
+        return to_confirm(connection, [letter])
+
+
+def test_the_letter_of_a_stopped_saga_asks_about_its_declined_undo(stage: Stage, stuck: Any) -> None:
+    handle = stage.enqueue(stuck, "r1")
+    stage.run()
+    undo, of_saga = letter_of(stage, stuck.void), letter_of(stage, stuck)
+    assert [each.was for each in to_confirm_of(stage, undo)] == ["declined"]
+    with pytest.raises(NotConfirmed):
+        replay(stage.app, undo, ANN, confirmed=())
+    shown = to_confirm_of(stage, of_saga)
+    assert [each.was for each in shown] == ["declined"]
+    with pytest.raises(NotConfirmed):
+        replay(stage.app, of_saga, ANN, confirmed=())
+    stuck.void.refuses.clear()
+    replay(stage.app, of_saga, ANN, confirmed=shown)
+    stage.run()
+    assert stage.accounts() == ["make:a", "make:b", "void:b", "void:a"]
+    assert handle.status() == "failed"

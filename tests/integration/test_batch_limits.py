@@ -1,0 +1,164 @@
+"""A batch that is ended before all its bodies were entered: by a limit, an exit, a person. What was not entered comes again, uncounted."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import gevent
+import pytest
+from billiard.exceptions import SoftTimeLimitExceeded
+from celery import Celery
+from celery.app.task import Context
+from celery.concurrency.gevent import TaskPool
+from gevent import GreenletExit
+from sqlalchemy import Engine, text
+
+from idempotency import IdempotentTask
+from idempotency.application import runtime_of
+from idempotency.worker.batch import run_batch
+from idempotency.worker.batching import _Job
+from idempotency.worker.revocation import revoke_terminated
+from tests.integration.test_batch_each import each, many, put_one
+from tests.integration.test_batch_neighbours import accounts, message, put, run, states
+from tests.support.bank import app
+from tests.support.processes import Processes, eventually
+from tests.support.tasks import make_task
+
+COUNTS = text("SELECT attempts FROM idempotency.records")
+
+__all__ = ["app"]
+
+
+@app.task(base=IdempotentTask, bind=True, key="{account}", batch=20, batch_wait=1.0, batch_commit="each")
+def slow_each(self: IdempotentTask, account: str, seconds: float) -> Any:
+    began = time.monotonic()
+    try:
+        time.sleep(seconds)
+        how = "ended by itself"
+    except SoftTimeLimitExceeded:
+        how = "limited"
+    put(self, f"{account} {how}", round((time.monotonic() - began) * 10))
+    return how
+
+
+@pytest.mark.long
+def test_the_workers_soft_time_limit_holds_for_each_body(bank: Celery, engine: Engine, processes: Processes) -> None:
+    """`celery worker --soft-time-limit 1`, or `task_soft_time_limit`."""
+    for name in ("e0", "e1"):
+        slow_each.delay(name, 4.0)
+    worker = processes.worker("--concurrency", "1", "--soft-time-limit", "1", app="tests.integration.test_batch_limits")
+    eventually(lambda: len(accounts(engine)) == 2, what=worker.log)
+    assert sorted(accounts(engine)) == ["e0 limited", "e1 limited"]
+    eventually(lambda: set(states(engine).values()) == {"completed"}, what=worker.log)
+
+
+def test_after_a_soft_time_limit_of_a_batch_together_all_come_again_and_are_not_counted(
+    bank: Celery, engine: Engine
+) -> None:
+    entered = []
+
+    def body(self: IdempotentTask, account: str) -> None:
+        entered.append(account)
+        put(self, account)
+        if account == "e0" and len(entered) == 1:
+            raise SoftTimeLimitExceeded  # as the pool raises it
+
+    task = make_task(bank, body, key="{account}", batch=10, max_attempts=1)
+    messages = [message(bank, task, f"e{n}") for n in range(3)]
+    assert run(bank, task, *messages) == [None, None, None]  # all come again, each by itself
+    assert states(engine) == dict.fromkeys(("e0", "e1", "e2"), "released")
+    assert not runtime_of(bank).heartbeat._holdings
+    run(bank, task, *messages)
+    assert entered == ["e0", "e0", "e1", "e2"]
+    assert accounts(engine) == {"e0": [1], "e1": [1], "e2": [1]}
+    with engine.connect() as connection:
+        assert set(connection.execute(COUNTS).scalars()) == {1}
+
+
+def test_what_is_next_when_a_process_exits_is_given_back(bank: Celery, engine: Engine) -> None:
+    """Between two messages, before a body."""
+    task = each(bank, put_one, max_attempts=1)
+
+    def trace(*call: Any) -> Any:
+        raise SystemExit(0)
+
+    bank.finalize()
+    bank.set_current()
+    with pytest.raises(SystemExit):
+        run_batch(trace, task.name, many(bank, task))
+    assert states(engine) == dict.fromkeys(("e0", "e1", "e2"), "released")
+    run(bank, task, *many(bank, task))
+    assert accounts(engine) == {"e0": [1], "e1": [1], "e2": [1]}
+
+
+def test_what_is_terminated_among_greenlets_ends_and_the_others_come_again(bank: Celery, engine: Engine) -> None:
+    """`revoke(e1, terminate=True)` while e0 runs: gevent.kill raises GreenletExit in e0's body, and e1's record is marked."""
+    entered, messages = [], []
+
+    def body(self: IdempotentTask, account: str) -> None:
+        entered.append(account)
+        if account == "e0" and len(entered) == 1:
+            _, request, *_ = messages[1]
+            # as the worker's main greenlet does, once it has killed the job's (Request._announce_revoked)
+            revoke_terminated(task, Context(request, args=["e1"], kwargs={}))
+            raise GreenletExit
+        put(self, account)
+
+    task = each(bank, body)
+    messages += many(bank, task)
+    assert [result is None for result in run(bank, task, *messages)] == [False, True, True]
+    assert states(engine) == dict.fromkeys(("e0", "e1", "e2"), "released")
+    run(bank, task, *messages[1:])
+    assert entered == ["e0", "e2"]
+    assert states(engine) == {"e0": "released", "e1": "failed", "e2": "completed"}
+
+
+class Request:
+    """What a batch uses of Celery's request."""
+
+    _already_revoked = False
+
+    def __init__(self, call: Any) -> None:
+        self.id, self._request_dict, self._body, self._content_type, self._content_encoding = call
+        self.answers: list[str] = []
+
+    def revoked(self) -> bool:
+        return False
+
+    def on_accepted(self, pid: int, at: float) -> None:
+        pass
+
+    def on_success(self, traced: Any) -> None:
+        self.answers.append("answered")
+
+    def reject(self, requeue: bool) -> None:
+        self.answers.append("requeued")
+
+
+@pytest.mark.parametrize(
+    ("commit", "answers"),
+    [("together", ["requeued", "requeued", "requeued"]), ("each", ["answered", "requeued", "requeued"])],
+)
+def test_a_hard_time_limit_among_greenlets_puts_back_what_has_not_ended(
+    bank: Celery, engine: Engine, commit: str, answers: list[str]
+) -> None:
+    entered: list[str] = []
+
+    def body(self: IdempotentTask, account: str) -> None:
+        entered.append(account)
+        put(self, account)
+        gevent.sleep(2)
+
+    task = make_task(bank, body, key="{account}", batch=10, batch_commit=commit, time_limit=1)
+    bank.finalize()
+    bank.set_current()
+    requests = [Request(message(bank, task, f"e{n}")) for n in range(3)]
+    pool = TaskPool(2, app=bank)
+    pool.start()
+    _Job(task, requests).execute_using_pool(pool)
+    pool._pool.join()
+    assert [answer for each in requests for answer in each.answers] == answers
+    assert entered == ["e0"]
+    assert states(engine) == dict.fromkeys(("e0", "e1", "e2"), "released")
+    assert accounts(engine) == {}
