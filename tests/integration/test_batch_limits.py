@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-import gevent
+import gevent  # type: ignore[import-untyped]
 import pytest
 from billiard.exceptions import SoftTimeLimitExceeded
 from celery import Celery
@@ -94,7 +94,8 @@ def test_what_is_next_when_a_process_exits_is_given_back(bank: Celery, engine: E
 
 def test_what_is_terminated_among_greenlets_ends_and_the_others_come_again(bank: Celery, engine: Engine) -> None:
     """`revoke(e1, terminate=True)` while e0 runs: gevent.kill raises GreenletExit in e0's body, and e1's record is marked."""
-    entered, messages = [], []
+    entered: list[str] = []
+    messages: list[Any] = []
 
     def body(self: IdempotentTask, account: str) -> None:
         entered.append(account)
