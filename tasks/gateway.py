@@ -164,7 +164,7 @@ class Gateway(Protocol):
 
     def refunded(self, refund_id: str) -> Moved | None: ...
 
-    def state_of_refund(self, refund_id: str) -> tuple[str, str | None]: ...
+    def state_of_refund(self, refund_id: str) -> tuple[str, str | None] | None: ...
 
     def is_given_back(self, charge_id: str) -> bool: ...
 
@@ -366,12 +366,10 @@ class StripeGateway:
         """A refund by the provider's id; None if there is none, or it has failed."""
         return self._moved(lambda client: client.v1.refunds.retrieve(refund_id), REFUNDED, "refund_id")
 
-    def state_of_refund(self, refund_id: str) -> tuple[str, str | None]:
-        """The state of a refund by the provider's id, and why it has failed if it has; what is not known there has failed."""
+    def state_of_refund(self, refund_id: str) -> tuple[str, str | None] | None:
+        """The state of a refund by the provider's id, and why it has failed if it has; None: there is no such refund."""
         found = self._retrieved(lambda client: client.v1.refunds.retrieve(refund_id))
-        if found is None:
-            return "failed", "resource_missing"
-        return found["status"] or "pending", found.get("failure_reason")
+        return None if found is None else (found["status"] or "pending", found.get("failure_reason"))
 
     def is_given_back(self, charge_id: str) -> bool:
         """Whether the refunds of a charge that have succeeded are all of it."""

@@ -308,6 +308,9 @@ class Refund(Base):
     gateway: Mapped[str] = mapped_column(server_default="stripe")
     provider_refund_id: Mapped[str | None]
     failure: Mapped[str | None]
+    # when its money has come back, or it was found to be another refund
+    failed_at: Mapped[datetime | None]
+    # of one that was made at the provider's site, when it was
     created_at: Mapped[datetime] = mapped_column(server_default=func.clock_timestamp())
 
 

@@ -147,7 +147,7 @@ def _compare(session: Session, kind: Kind, id: str, moved: Moved | None) -> Diff
     payer = session.execute(_PAYER, {"charge": moved.charge_id}).scalar_one_or_none()
     if name is None or (kind == "refund" and moved.name is None):
         name, tenant = (f"{STRIPE}-{id}" if kind == "refund" else None), payer or moved.tenant
-    foreign = moved.charge_id if payer is None else None
+    foreign = moved.charge_id if payer is None and not under_id else None
     return Difference(kind, tenant or DEFAULT, id, name, theirs, " + ".join(posted) or None, foreign)
 
 
@@ -196,6 +196,7 @@ def reconcile(since: datetime, until: datetime) -> list[Difference]:
 
 def ask_about_pending(until: datetime) -> int:
     """Have the provider asked about each refund that was made at its site before, and of which no webhook has told the end."""
+    app.loader.import_default_modules()
     with Session(runtime_of(app).engine) as session:
         pending = session.execute(_PENDING_AT_SITE, {"until": until}).all()
     for row in pending:

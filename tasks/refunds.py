@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
-from sqlalchemy import func, select
+from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from idempotency import (
@@ -28,7 +29,7 @@ from idempotency.providers import STRIPE as STRIPES_CONTRACT
 
 from . import app, ledger
 from .gateway import GatewayError, Outcome, Result
-from .models import Payment, Posting, Refund
+from .models import Payment, Refund
 from .once import check_not_carried_out, insert_once
 from .outside import gateway
 from .reported import (
@@ -204,14 +205,19 @@ def is_owed(session: Session, payment: Payment) -> bool:
 
 
 def is_owed_again(session: Session, payment: Payment) -> bool:
-    """Whether less was given back of a payment since a refund has come back than has come back in all."""
-    of_payment = {"tenant": payment.tenant, "payment_id": payment.id}
-    reversals = select(func.sum(Posting.amount), func.min(Posting.id)).filter_by(**of_payment, kind="reversal")
-    came_back, since = session.execute(reversals).one()
-    if came_back is None:
-        return False
-    given = select(func.coalesce(func.sum(Posting.amount), 0)).filter_by(**of_payment, kind="refund")
-    return bool(session.execute(given.where(Posting.id > since)).scalar_one() < came_back)
+    """Whether something has come back of what was given back, or was another refund, and was not given since."""
+    of_payment = select(Refund).filter_by(tenant=payment.tenant, payment_id=payment.id)
+    changes: list[tuple[datetime, int]] = []
+    for refund in session.scalars(of_payment).all():
+        is_mistake = refund.failure == TAKEN_OVER and not refund.is_at_site
+        if refund.status == "reversed" or is_mistake:
+            changes.append((refund.failed_at or refund.created_at, refund.amount))
+        elif refund.status == "refunded":
+            changes.append((refund.created_at, -refund.amount))
+    owed = 0
+    for _, change in sorted(changes, key=lambda each: (each[0], -each[1])):
+        owed = max(0, owed + change)
+    return owed > 0
 
 
 def has_refund(session: Session, payment: Payment, status: str) -> bool:
@@ -250,10 +256,11 @@ def reserve(session: Session, refund_id: str, *, tenant: str = DEFAULT) -> dict[
         check_minor_unit("amount", refund.amount, payment.currency)  # the request does not name it
     except ValueError as error:
         raise PermanentError(str(error), "minor_unit") from None
-    if not fits(refund, payment):
+    if fits(refund, payment):
+        move(refund, payment, "reserved")
+    elif not _at_site_alike(session, refund):  # which may be this one: then it is reserved already
         left = payment.amount - payment.refunded
         raise PermanentError(f"amount: at most {left} left to refund, got {refund.amount}", "exceeds_captured")
-    move(refund, payment, "reserved")
     return _request(refund, payment, tenant)
 
 
@@ -298,6 +305,8 @@ def refund_payment(
     """
     if (made := _reported_as_made(self, refund_id)) is not None:
         return made
+    if (made := _made_at_site(self, refund_id)) is not None:
+        return made
     request = self.step("reserve", reserve, refund_id, undo=free, **named(self.tenant))
     if (made := _reported_as_made(self, refund_id)) is not None:
         return made
@@ -306,21 +315,25 @@ def refund_payment(
 
     refund, _ = locked(self.session, refund_id, tenant=self.tenant)
     assert refund is not None
-    other, is_told = _other_refund(self.session, refund, refunded["id"]), False
+    other, is_ours, is_told = _other_refund(self.session, refund, refunded["id"]), True, False
     if other is not None and not other.is_at_site:
         self.session.rollback()  # no open transaction during an external call
         is_ours = _is_named(refunded["id"], refund_id, tenant=self.tenant)
         refund, _ = locked(self.session, refund_id, tenant=self.tenant)
         assert refund is not None
         other = _other_refund(self.session, refund, refunded["id"])
-        if other is not None and not other.is_at_site and not is_ours:  # a person has taken it for this one
+    if other is not None:
+        is_alike = (other.payment_id, other.amount) == (refund.payment_id, refund.amount)
+        if not is_ours or not is_alike:  # a person has taken it for this one
             raise PermanentError(f"refund {refund_id}: {refunded['id']} is the refund {other.id}", "refund_of_another")
-    if other is not None and refund.provider_refund_id is None:
-        is_told = _take_over(self.session, refund, other)
+        if refund.provider_refund_id is None:
+            is_told = _take_over(self.session, other)
     if refund.provider_refund_id not in (None, refunded["id"]):  # under another key, which a person took for not made
         raise PermanentError(f"refund {refund_id}: made twice, also as {refund.provider_refund_id}", "refunded_twice")
     payment = self.session.get_one(Payment, (self.tenant, refund.payment_id))
     mark_refunded(self.session, refund, refunded["id"], by=payment.gateway, is_told=is_told)
+    if other is not None:  # what both had reserved is reserved once now
+        tell_if_owed(self.session, refund, payment, TAKEN_OVER)
     return {"status": refund.status, "refund": refunded["id"]}
 
 
@@ -377,8 +390,42 @@ def _reported_as_made(task: IdempotentTask, refund_id: str) -> dict[str, Any] | 
     return None
 
 
+def _made_at_site(task: IdempotentTask, refund_id: str) -> dict[str, Any] | None:
+    """The result of a refund that was written down as the site's, and that the provider knows as ours of this id.
+
+    As after the restore of a backup that did not know it. Unless our own call may have made it: then that tells which it is.
+    """
+    refund = task.session.get(Refund, (task.tenant, refund_id))
+    alike = [] if refund is None or task.may_have_happened("refund") else _at_site_alike(task.session, refund)
+    task.session.rollback()  # no open transaction during an external call
+    found = next((each for each in alike if _is_named(each, refund_id, tenant=task.tenant)), None)
+    if found is None:
+        return None
+    refund, _ = locked(task.session, refund_id, tenant=task.tenant)
+    assert refund is not None
+    other = _other_refund(task.session, refund, found)
+    if other is None or not other.is_at_site or refund.status in MADE:
+        task.session.rollback()
+        return None
+    is_told = _take_over(task.session, other)
+    mark_refunded(task.session, refund, found, is_told=is_told)
+    return {"status": refund.status, "refund": found}
+
+
+def _at_site_alike(session: Session, refund: Refund) -> list[str]:
+    """The provider's ids of refunds that were written down as Stripe's site's, of the same payment and amount."""
+    alike = select(Refund.provider_refund_id).filter_by(
+        tenant=refund.tenant, payment_id=refund.payment_id, amount=refund.amount
+    )
+    alike = alike.filter_by(is_at_site=True, status="refunded", gateway=STRIPE)
+    return [id for id in session.scalars(alike.order_by(Refund.id)).all() if id is not None]
+
+
 def _other_refund(session: Session, refund: Refund, provider_refund_id: str) -> Refund | None:
-    """Another refund of the payment's provider that has this id there, ours or one that was written down as the site's; locked."""
+    """Another refund of the payment's provider that has this id there, ours or one that was written down as the site's.
+
+    Not locked: of the same payment it is by that, and another payment's is not changed.
+    """
     if not provider_refund_id:
         return None
     payment = session.get_one(Payment, (refund.tenant, refund.payment_id))
@@ -389,8 +436,9 @@ def _other_refund(session: Session, refund: Refund, provider_refund_id: str) -> 
         ((Refund.gateway == payment.gateway) | (Refund.payment_id == payment.id)),
         (Refund.provider_refund_id == provider_refund_id)
         | (Refund.is_at_site & (Refund.id == at_site(payment.gateway, provider_refund_id))),
+        Refund.status != "refused",  # it has come to nothing, or is another one
     )
-    return session.scalars(others.limit(1).with_for_update()).first()
+    return session.scalars(others.limit(1), execution_options={"populate_existing": True}).first()
 
 
 def _is_named(provider_refund_id: str, refund_id: str, *, tenant: str) -> bool:
@@ -399,16 +447,15 @@ def _is_named(provider_refund_id: str, refund_id: str, *, tenant: str) -> bool:
     return found is not None and (found.tenant, found.name) == (tenant, refund_id)
 
 
-def _take_over(session: Session, refund: Refund, other: Refund) -> bool:
-    """Take what is in our books as `other` for the locked refund that it is: written down as the site's, or by a person's mistake.
-
-    Returns whether the buyer was told of it as that.
+def _take_over(session: Session, other: Refund) -> bool:
+    """Take `other` out of the books of a locked payment: it is another refund, and was written down as the site's, or by a
+    person's mistake. Returns whether the buyer was told of it as that.
     """
-    payment = session.get_one(Payment, (other.tenant, other.payment_id), with_for_update=True)
+    payment = session.get_one(Payment, (other.tenant, other.payment_id))
     was_made = other.status == "refunded"
     if was_made:
         ledger.post(session, "reversal", other.id, payment.id, other.amount, payment.currency, tenant=other.tenant)
-    other.provider_refund_id = None
+    other.provider_refund_id, other.failed_at = None, datetime.now(UTC)
     refuse(session, other, payment, TAKEN_OVER)
     if not other.is_at_site:
         _tell_support(session, other, payment, TAKEN_OVER)
@@ -446,10 +493,13 @@ def mark_refunded(
     settle_later(session, payment)
 
 
-def reverse(session: Session, refund: Refund, code: str) -> None:
-    """Note that the money of a locked refund, which was made, has come back: it is owed again, and support is told."""
+def reverse(session: Session, refund: Refund, code: str, *, at: datetime | None = None) -> None:
+    """Note that the money of a locked refund, which was made, has come back: it is owed again, and support is told.
+
+    `at`: when it has, by the provider's report; None: now.
+    """
     payment = session.get_one(Payment, (refund.tenant, refund.payment_id), with_for_update=True)
-    refund.failure = code
+    refund.failure, refund.failed_at = code, at or datetime.now(UTC)
     move(refund, payment, "reversed")
     ledger.post(session, "reversal", refund.id, payment.id, refund.amount, payment.currency, tenant=refund.tenant)
     _tell_support(session, refund, payment, code, was_made=True)

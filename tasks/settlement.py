@@ -28,6 +28,7 @@ from idempotency.observe.logs import log
 from idempotency.store import operations
 
 from . import app, orders
+from .gateway import GatewayError
 from .models import Dispute, Order, Payment, PaymentEvent, Refund
 from .once import insert_unless_there
 from .outside import gateway
@@ -175,7 +176,12 @@ def ask_about_refund(self: IdempotentTask, refund_id: str) -> str:
     there = refund.id.removeprefix(at_site(STRIPE, ""))
     self.session.rollback()  # no open transaction during an external call
 
-    state, code = gateway.state_of_refund(there)
+    found = gateway.state_of_refund(there)
+    if found is None:
+        raise GatewayError(
+            f"refund {there}: the provider does not know what it has reported; perhaps by another API key"
+        )
+    state, code = found
     answer: dict[str, Any] = {"event_id": f"answer-{there}-{state}", "type": "answer", "occurred_at": datetime.now(UTC)}
     return settle(self.session, Report(STRIPE, **answer, **about, object_id=there, state=state, code=code))
 
@@ -235,7 +241,7 @@ def _refund(session: Session, payment: Payment, report: Report) -> bool:
         return False
     if report.state in REFUND_FAILED:
         if refund.status == "refunded":
-            reverse(session, refund, report.code or report.state)
+            reverse(session, refund, report.code or report.state, at=report.occurred_at)
         elif refund.is_at_site and refund.status in UNDECIDED:  # no task carries it out
             code = report.code or report.state
             refuse(session, refund, payment, code)
@@ -285,7 +291,7 @@ def _refund_of(session: Session, payment: Payment, report: Report) -> Refund | N
     if session.scalars(ours).first() is not None:
         return None
     about = {"payment_id": payment.id, "amount": report.amount, "reason": AT_THE_SITE, "is_at_site": True}
-    about["gateway"] = report.gateway
+    about |= {"gateway": report.gateway, "created_at": report.occurred_at}
     if not insert_unless_there(session, Refund, {**id, **about, "status": "pending"}):
         return None  # a request of ours has chosen this id
     return session.get_one(Refund, (id["tenant"], id["id"]), with_for_update=True)

@@ -44,7 +44,8 @@ def _look(self: IdempotentTask, event: dict[str, Any]) -> None:
     is_kept = is_owed_again(self.session, payment) or (
         payment.order_status == "cancelled" and is_owed(self.session, payment)
     )
-    if not is_kept and has_refund(self.session, payment, "reserved"):  # until it is known to be made
+    if not is_kept and payment.order_status == "cancelled" and has_refund(self.session, payment, "reserved"):
+        # until it is known to be made
         case = self.session.get(SupportCase, (self.tenant, payment.id))
         is_kept = case is not None and case.code == REFUND_FAILED
     code = payment.failure or (REFUND_FAILED if is_kept else "recovered")
