@@ -85,7 +85,7 @@ def test_four_callers_at_once_make_the_tables_once(engine: Engine) -> None:
     at_once(4, lambda _: migrate(engine))
     migrate(engine)
     with engine.connect() as connection:
-        assert connection.execute(text(f"SELECT version_num FROM {VERSION_TABLE}")).scalar_one() == "0006"
+        assert connection.execute(text(f"SELECT version_num FROM {VERSION_TABLE}")).scalar_one() == "0007"
 
 
 # ---------------------------------------------------------------- two keys for one payment

@@ -363,5 +363,5 @@ def test_the_command_of_the_reconciliation_asks_about_what_is_pending_at_the_sit
         )
     after = run()
     assert after.returncode == 0, after.stderr
-    asked = "SELECT count(*) FROM idempotency.outbox WHERE task = 'payments.ask_about_refund'"
-    assert shop.one(asked)[0] == 1
+    asked = "SELECT count(*) FROM idempotency.outbox WHERE task = 'payments.ask_about_refund' AND message LIKE :about"
+    assert shop.one(asked, about=f"%stripe-re_p{order}%")[0] == 1
