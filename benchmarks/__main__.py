@@ -171,6 +171,7 @@ def compete(
             compare(as_json, report, "unique", rates, "each", {name: name for name in unique.OTHERS})
             compare(as_json, report, "unique_alone", rates, "unique", {"plain": "plain"})
         if "duplicates" in chosen:
+            # a message costs less than a job, and a turn has to last
             rates = duplicates.measure(contest, rounds=rounds, messages=5 * messages)
             compare(as_json, report, "duplicates", rates, "each", {"plain": "noop", "powertools": "powertools"})
             compare(as_json, report, "duplicates_alone", rates, "unique", {"plain": "noop"})

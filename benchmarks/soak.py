@@ -30,8 +30,7 @@ from sqlalchemy import Connection, create_engine, text
 from sqlalchemy.orm import Session
 
 import services
-from idempotency.store import dead_letters, schema
-from idempotency.store import discards as discarding
+from idempotency.store import dead_letters, discards, schema
 
 console = Console()
 SAMPLES = 100
@@ -90,7 +89,7 @@ class Series:
 class Soak:
     """The processes of a run, and what is measured of them."""
 
-    def __init__(self, running: services.Services, connection: Connection, directory: Path, concurrency: int) -> None:
+    def __init__(self, connection: Connection, directory: Path, concurrency: int) -> None:
         from .soaked import app
 
         self._app, self._connection = app, connection
@@ -130,16 +129,14 @@ class Soak:
         self.series["queued"].add(done, declared.message_count)
         self.series["redis_keys"].add(done, self._redis.dbsize())
         self.series["redis_mb"].add(done, self._redis.info("memory")["used_memory"] / MB)
-        self._discard()
 
     def _asked(self, query: object) -> float:
         return float(self._connection.execute(query).scalar_one() or 0)  # type: ignore[call-overload]
 
-    def _discard(self) -> None:
+    def discard(self) -> None:
         """As people do with what has failed; open letters stay for good."""
-        letters = dead_letters.list_letters(self._connection, limit=10_000)
-        if letters:
-            self._connection.exec_driver_sql(discarding._DISCARD, [{"letter": letter.id} for letter in letters])
+        for letter in dead_letters.list_letters(self._connection, limit=10_000):
+            discards.discard(self._connection, letter.id)
 
     def close(self) -> None:
         for process in self.processes.values():
@@ -165,7 +162,7 @@ def main(
         schema.migrate(engine)
         with engine.connect() as connection:
             connection.execute(text("CREATE TABLE jobs (id bigserial PRIMARY KEY, job text, number bigint)"))
-            soak, began = Soak(running, connection, Path(directory), concurrency), time.monotonic()
+            soak, began = Soak(connection, Path(directory), concurrency), time.monotonic()
             try:
                 _carry_out(soak, connection, operations)
                 wrong = _checked(connection, operations)
@@ -212,6 +209,7 @@ def _carry_out(soak: Soak, connection: Connection, operations: int) -> None:
             if (rows + failed) * SAMPLES >= operations * (samples + 1):
                 samples += 1
                 soak.sample(rows + failed)
+                soak.discard()
 
 
 def _checked(connection: Connection, operations: int) -> str:

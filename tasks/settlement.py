@@ -179,7 +179,7 @@ def ask_about_refund(self: IdempotentTask, refund_id: str) -> str:
     found = gateway.state_of_refund(there)
     if found is None:
         raise GatewayError(
-            f"refund {there}: the provider does not know what it has reported; perhaps by another API key"
+            f"refund {there}: reported before, but the provider has none; is this the API key of another account?"
         )
     state, code = found
     answer: dict[str, Any] = {"event_id": f"answer-{there}-{state}", "type": "answer", "occurred_at": datetime.now(UTC)}

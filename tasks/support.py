@@ -14,7 +14,7 @@ from .refunds import has_refund, is_owed, is_owed_again
 
 REFUND_FAILED = "refund_failed"
 # Short, and many at a time after an incident. Each locks its payment, so each commits by itself.
-MANY: dict[str, Any] = {"batch": 20, "batch_commit": "each"}
+BATCHED: dict[str, Any] = {"batch": 20, "batch_commit": "each"}
 
 
 @subscribe(
@@ -24,14 +24,14 @@ MANY: dict[str, Any] = {"batch": 20, "batch_commit": "each"}
     "payment.refund_failed",
     consumer="support",
     app=app,
-    **MANY,
+    **BATCHED,
 )
 def open_case(self: IdempotentTask, event: dict[str, Any]) -> None:
     """Open or update the support case of a payment."""
     _look(self, event)
 
 
-@subscribe("payment.refunded", consumer="support", app=app, **MANY)
+@subscribe("payment.refunded", consumer="support", app=app, **BATCHED)
 def look_again(self: IdempotentTask, event: dict[str, Any]) -> None:
     """Update the support case of a payment, if there is one: what was not given back may be by now."""
     if self.session.get(SupportCase, (self.tenant, event["data"]["payment_id"])) is not None:
@@ -52,7 +52,7 @@ def _look(self: IdempotentTask, event: dict[str, Any]) -> None:
     self.session.merge(SupportCase(tenant=self.tenant, payment_id=payment.id, code=code))
 
 
-@subscribe("return.escalated", "return.late", consumer="support", app=app, **MANY)
+@subscribe("return.escalated", "return.late", consumer="support", app=app, **BATCHED)
 def open_return_case(self: IdempotentTask, event: dict[str, Any]) -> None:
     """Open a case for each problem of a return."""
     for code in event["data"]["problems"]:

@@ -52,7 +52,7 @@ _ABOUT = re.compile(r'\babout"?\s*\(\s*(?:%\((\w+)\)s)?', re.IGNORECASE)
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What became of one delivery: it is finished, or it has to be run alone under this token."""
+    """What became of one delivery: it has ended (`outcome`), is claimed (`claim`), or has to ask its record under this token."""
 
     token: str
     finished: Finished | None = None
@@ -107,7 +107,8 @@ class BatchedAttempt(Attempt):
 def run_together(runtime: Runtime, deliveries: Sequence[Delivery], policy: Policy, body: BatchBody) -> list[Answer]:
     """Claim, run and commit these deliveries of one task and tenant, with keys that differ; one answer for each.
 
-    Raises what ends the process, and `SoftTimeLimitExceeded`: whatever else goes wrong, they are run alone.
+    Raises what ends the process, and `SoftTimeLimitExceeded`, and gives the claims back then: whatever else goes wrong, they
+    are run alone.
     """
     tokens = [secrets.token_hex(16) for _ in deliveries]
     done: dict[int, Finished] = {}
@@ -115,7 +116,7 @@ def run_together(runtime: Runtime, deliveries: Sequence[Delivery], policy: Polic
     completed: dict[str, Completed] = {}
     try:
         if type(framework()) is Framework:  # a framework's own connection is in one session at a time
-            claims, completed = _ask(runtime, deliveries, tokens)
+            claims, completed = _claim_or_answer(runtime, deliveries, tokens)
             attempts = {
                 place: BatchedAttempt(runtime, claim, delivery, policy)
                 for place, delivery in enumerate(deliveries)
@@ -141,13 +142,14 @@ def run_together(runtime: Runtime, deliveries: Sequence[Delivery], policy: Polic
 def claim_together(runtime: Runtime, deliveries: Sequence[Delivery]) -> list[Answer]:
     """Claim these deliveries of one task and tenant, with keys that differ, to be run one after the other.
 
-    The heartbeat renews the claims of those that wait. Whatever goes wrong, they are claimed alone.
+    The heartbeat renews the claims of those that wait. Raises `SoftTimeLimitExceeded`; whatever else goes wrong, they are
+    claimed alone.
     """
     tokens = [secrets.token_hex(16) for _ in deliveries]
     claims: dict[str, Claimed] = {}
     completed: dict[str, Completed] = {}
     try:
-        claims, completed = _ask(runtime, deliveries, tokens)
+        claims, completed = _claim_or_answer(runtime, deliveries, tokens)
     except SoftTimeLimitExceeded:
         raise
     except Exception as error:
@@ -185,7 +187,7 @@ def _release(attempt: Attempt) -> None:
         log.warning("claim_not_given_back", error=type(error).__name__, **attempt.writes.names)
 
 
-def _ask(
+def _claim_or_answer(
     runtime: Runtime, deliveries: Sequence[Delivery], tokens: Sequence[str]
 ) -> tuple[dict[str, Claimed], dict[str, Completed]]:
     """The claims of those that have no record yet, and the answers of those that have been completed, by key."""

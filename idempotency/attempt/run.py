@@ -53,8 +53,8 @@ def run(
 
     `patiently` asks Postgres for as long as the caller can wait. Exceptions of the body are outcomes. Raises what
     `patiently` raises, the exception that ends the process (`SystemExit`, `KeyboardInterrupt`), and `IdempotencyError`
-    after `DOUBT_ROUNDS` rounds without an answer; and `RuntimeError` if the runtime is closed. By a batch, the operation
-    may be claimed already under a `token`, or is, as `claimed`.
+    after `DOUBT_ROUNDS` rounds without an answer; and `RuntimeError` if the runtime is closed. `token`: a batch may have
+    claimed the operation under it. `claimed`: a batch has, and the first round uses that claim.
     """
     runtime.check_open()
     is_in_doubt, ending = token is not None, None

@@ -34,7 +34,7 @@ def check_operators(app: Celery, given: Settings) -> list[Finding]:
     with monitoring_connection(given) as connection:
         is_one_known = people.has_any(connection)
     if is_one_known is None:
-        return [ok("operators", "whether one has a valid token is seen by the role idempotency_operator alone")]
+        return [ok("operators", "only the role idempotency_operator can see whether anyone has a valid token")]
     if is_one_known:
         return []
     found = f"none has a valid token, and {len(moving)} tasks move money ({moving[0]}, for one)"

@@ -120,7 +120,9 @@ def show_letter(
     celery = application(app)
     check_service(runtime_of(celery), [letter], service)
     with runtime_of(celery).autocommit() as connection:
-        fields = dead_letters.show(connection, letter)._asdict() | discards.asked(connection, letter)
+        fields = dead_letters.show(connection, letter)._asdict()
+        if (request := discards.pending_request(connection, letter)) is not None:
+            fields |= {f"discard_{name}": value for name, value in request._asdict().items()}
     if as_json:
         print_json(fields)
         return

@@ -115,7 +115,7 @@ def _is_stale(app: Celery, message: BrokerMessage, id: OperationId) -> bool:
 
 
 def store_unhandled(app: Celery, message: BrokerMessage) -> None:
-    """Store a message without touching its operation, which it names only if it is believed."""
+    """Store a message without touching its operation. Its letter names that only if the message is believed."""
     examined = disbelieved(app, message) or Examined("unhandled")
     letter = letter_of(app, message, message.headers, reason_of(message, examined), None, examined.detail)
     stored = _store_alone(app, letter, LOCK_PATIENCE)

@@ -8,7 +8,6 @@ from ..application import runtime_of
 from ..broker.channel import BrokerChannel
 from ..errors import BrokerUnavailable, ChangeRefused
 from ..framework import framework
-from ..observe.logs import log
 from ..queues import forwarded_dead_letters
 from ..store import renaming
 from .change import Change, audit
@@ -58,13 +57,12 @@ def rename_service(app: Celery, old: str, new: str, change: Change) -> dict[str,
 
 
 def _check_nothing_forwarded(app: Celery, old: str) -> None:
-    """Raise `ChangeRefused` if dead messages wait where only a relay of `old` takes them. A broker that is away does not say."""
+    """Raise `ChangeRefused` if dead messages wait, or may, where only a relay of `old` takes them."""
     queue, channel = forwarded_dead_letters(old), BrokerChannel(app, timeout=BROKER_TIMEOUT)
     try:
         found = channel.in_queue(queue)
     except BrokerUnavailable as error:
-        log.warning("queue_not_seen", queue=queue, error=str(error))
-        return
+        raise ChangeRefused(f"{old}: the broker cannot say whether {queue} is empty: {error}") from None
     finally:
         channel.close()
     if found is not None and found.ready:

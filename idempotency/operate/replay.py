@@ -87,7 +87,7 @@ def replay(app: Celery, letter: int, change: Change, *, confirmed: Collection[To
         service = runtime.settings.service
         _check_signature(connection, letter, runtime.settings)
         _check_not_erased(connection, letter)
-        _wait_again(connection, letter)
+        _reopen_webhook(connection, letter)
         details: dict[str, Any] = {"dead_letter": letter}
         if (stopped := saga_changes.stopped_by(connection, letter)) is not None:
             _check_confirmed(connection, letter, confirmed)
@@ -111,7 +111,7 @@ def replay(app: Celery, letter: int, change: Change, *, confirmed: Collection[To
 
 
 def _check_confirmed(connection: Connection, letter: int, confirmed: Collection[ToConfirm] | None) -> None:
-    """Raise `NotConfirmed` for what was declined or cancelled, unless a person has confirmed just that; its record is locked."""
+    """Raise `NotConfirmed` for what was declined or cancelled, unless a person has confirmed just that."""
     if confirmed is None:
         return
     for found in to_confirm(connection, [letter]):
@@ -161,13 +161,13 @@ def _check_not_erased(connection: Connection, letter: int) -> None:
         )
 
 
-def _wait_again(connection: Connection, letter: int) -> None:
+def _reopen_webhook(connection: Connection, letter: int) -> None:
     """Let the webhook of a letter's operation wait again. Raises `ReplayRefused` for one that was erased or redelivered since."""
     webhook = webhook_letters.delivery_of(connection, letter)
     if webhook is None:
         return
     if webhook.is_erased:
-        raise ReplayRefused(f"dead letter {letter}: the body of its webhook was erased")
+        raise ReplayRefused(f"dead letter {letter}: the body of its webhook was erased; discard the letter")
     if webhook.is_past:
         raise ReplayRefused(f"dead letter {letter}: its webhook was redelivered since; discard the letter")
     webhook_letters.wait_again(connection, webhook.id)

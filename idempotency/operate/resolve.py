@@ -161,6 +161,5 @@ def _checked_result(app: Celery, runtime: Runtime, task: str, name: str, result:
 
 def _cause(row: Row[Any], change: Change) -> PermanentError:
     """What had ended the operation beside the unknown effect; if nothing had, this person cancels it."""
-    fields = json.loads(row.error)
-    error = stored_error(fields.get("cause") or fields)
+    error = stored_error(row.error, of_cause=True)
     return NotDeclined(change.reason, "cancelled") if error.code == EffectUnknown.default_code else error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -104,7 +103,7 @@ def _row(attempt: SagaAttempt, each: Call) -> Recorded:
 
 
 def _failure(row: Recorded) -> CallFailed:
-    error = stored_error(json.loads(row.error or ""))
+    error = stored_error(row.error or "")
     failure = CallFailed(error.message, error.code)
     failure.is_declined = is_declined(error)
     return failure

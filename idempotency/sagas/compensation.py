@@ -6,7 +6,6 @@ twice, and one that fails for good stops the saga where a person sees it.
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..errors import EffectUnknown, PermanentError, Unfinished
@@ -65,7 +64,7 @@ def run(attempt: SagaAttempt, tasks: Any) -> NoReturn:
 
 def reason(saga: sagas.SagaRow) -> PermanentError:
     """Why a saga is undone."""
-    return stored_error(json.loads(saga.error or error_text("cancelled", "cancelled")))
+    return stored_error(saga.error or error_text("cancelled", "cancelled"))
 
 
 def final(saga: sagas.SagaRow) -> PermanentError:

@@ -169,6 +169,9 @@ def permanent_error(message: str, code: str, *, declined: bool = False) -> Perma
     return PermanentError(message, code)
 
 
-def stored_error(fields: Mapping[str, Any]) -> PermanentError:
-    """Rebuild an error from the fields with which it is stored: its own, or those of its cause."""
+def stored_error(text: str, *, of_cause: bool = False) -> PermanentError:
+    """Rebuild a stored error; `of_cause`: what an open effect hides, if it hides something."""
+    fields = json.loads(text)
+    if of_cause:
+        fields = fields.get("cause") or fields
     return permanent_error(fields["message"], fields["code"], declined=fields.get("declined", False))

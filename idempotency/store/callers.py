@@ -180,7 +180,7 @@ def _described(caller: Any) -> str:
         return "None"
     name = f"the class {caller.__name__}" if isinstance(caller, type) else type(caller).__name__
     if is_async_caller(caller):
-        return f"{name}: `await` aenqueue or apublish with it, or `await session.run_sync(...)` anything else"
+        return f"{name}: `await` aenqueue or apublish with it, or `await session.run_sync(...)` for anything else"
     if isinstance(caller, Session | scoped_session | Connection | psycopg.Connection) or _is_psycopg2(caller):
         return f"{name}: call enqueue or publish with it"
     if hasattr(caller, "begin") and not hasattr(caller, "execute"):  # a sessionmaker or an engine

@@ -346,5 +346,7 @@ def _operation_of(app: Celery | None, letter: int, row: Row[Any]) -> tuple[Opera
         why = str(error) if isinstance(error, CallRefused) else f"not a task message ({type(error).__name__})"
         raise ReplayRefused(f"dead letter {letter}: {row.reason}, {why}") from None
     if any(said not in (None, known) for said, known in ((row.tenant, named.id.tenant), (row.key, named.id.key))):
-        raise ReplayRefused(f"dead letter {letter}: its message names another operation than it says; discard it")
+        raise ReplayRefused(
+            f"dead letter {letter}: its message is for another operation than the letter shows; discard it"
+        )
     return named.id, fingerprint

@@ -38,7 +38,7 @@ FROM idempotency.discards WHERE letter = %(letter)s
 """
 
 _MAY_LOOK = "SELECT has_table_privilege('idempotency.discards', 'SELECT')"
-_ASKED = """
+_PENDING = """
 SELECT requested_by, requested_at, reason FROM idempotency.discards WHERE letter = %(letter)s AND approved_by IS NULL
 """
 
@@ -112,12 +112,11 @@ def requested(connection: Connection, letter: int) -> Row[Any] | None:
     return connection.exec_driver_sql(_REQUESTED, {"letter": letter}).one_or_none()
 
 
-def asked(connection: Connection, letter: int) -> dict[str, Any]:
-    """Who has asked to discard a letter, when and why, for the person who approves; nothing if nobody has, or this role may not look."""
+def pending_request(connection: Connection, letter: int) -> Row[Any] | None:
+    """Who has asked to discard a letter, when and why, for the person who approves; None: nobody, or this role may not look."""
     if not connection.exec_driver_sql(_MAY_LOOK).scalar_one():
-        return {}
-    row = connection.exec_driver_sql(_ASKED, {"letter": letter}).one_or_none()
-    return {} if row is None else {f"discard_{name}": value for name, value in row._asdict().items()}
+        return None
+    return connection.exec_driver_sql(_PENDING, {"letter": letter}).one_or_none()
 
 
 def lock(connection: Connection, letter: int) -> Row[Any] | None:

@@ -16,7 +16,7 @@ from ..errors import Undecided
 from ..sagas import SagaTask
 from ..store import saga_steps
 from ..store import testing as stored
-from ..store.answers import error_fields, permanent_error
+from ..store.answers import stored_error
 from ..store.outbox import EXTERNAL
 from ..wire import results
 from ..wire.keys import OperationId
@@ -90,20 +90,21 @@ class Outbox:
         """
         check_no_transaction(runtime_of(self._app))
         ran: list[Ran] = []
-        while self._is_below(limit, ran) and (row := self._next()) is not None:
+        while True:
+            self._check_limit(limit, ran)
+            if (row := self._next()) is None:
+                return ran
             if row.task.startswith(EXTERNAL):
                 continue
             delivered, raises = self._deliver(row)
             ran.append(delivered)
             if raises and delivered.error is not None and not may_fail:
                 raise delivered.error
-        return ran
 
-    def _is_below(self, limit: int, ran: list[Ran]) -> bool:
-        """Raises `AssertionError` if it is not, and leaves the next message where it is."""
+    def _check_limit(self, limit: int, ran: list[Ran]) -> None:
+        """Raise `AssertionError` if another message would be beyond it, and leave that where it is."""
         left = [each for each in self.waiting if not each.task.startswith(EXTERNAL)] if len(ran) >= limit else []
         assert not left, f"the outbox is not empty after {limit} deliveries; next: {left[0].task} {left[0].key}"
-        return True
 
     def pass_time(self, duration: timedelta | float) -> None:
         """Bring the deadlines of all waits and sleeps nearer, as if so much time had passed. `run` goes on from there.
@@ -148,12 +149,11 @@ class Outbox:
         status = "" if record is None else record.status
         error = seen.value if isinstance(seen.value, BaseException) else None
         error = getattr(error, "exc", None) or (None if _waits(task, error) else error)
-        self._undecided -= {id}
+        self._undecided.discard(id)
         if isinstance(error, Undecided):
             self._undecided.add(id)
         if of_sagas.stopped is not None:
-            fields = error_fields(of_sagas.stopped)
-            error = permanent_error(fields["message"], fields["code"])
+            error = stored_error(of_sagas.stopped)
         result = None if record is None or record.result is None else results.from_text(record.result)
         raises = of_sagas.stopped is not None or (status == "failed" and not of_sagas.is_called)
         return Ran(row.task, row.key, status, result, error), raises

@@ -41,7 +41,7 @@ Call = tuple[str, dict[str, Any], Any, str | None, str | None]
 Traced = tuple[int, Any, float]
 # A message's id, headers and decoded body.
 Decoded = tuple[str, dict[str, Any], Any]
-# Of the job's time, until which another message is begun: the pool's clock begins a little earlier.
+# The share of the job's limit after which no message is begun: the pool's clock started before ours.
 SHARE_OF_LIMIT = 0.9
 # The attribute of a request, and the key in the dictionary that it is made from.
 PREPARED = "prepared"
@@ -64,8 +64,8 @@ def prepared_for(request: Any) -> Prepared | None:
     return prepared if isinstance(prepared, Prepared) else None
 
 
-def taken_from(request: Any) -> tuple[Outcome | None, str | None, Claimed | None]:
-    """What a batch has found out: the outcome, or the token and the claim to run it under. Nothing without a batch."""
+def begin_prepared(request: Any) -> tuple[Outcome | None, str | None, Claimed | None]:
+    """What a batch has found out, which is used now: the outcome, or the token and the claim to run under. Nothing without one."""
     if (prepared := prepared_for(request)) is None:
         return None, None, None
     prepared.has_begun = True
@@ -75,8 +75,8 @@ def taken_from(request: Any) -> tuple[Outcome | None, str | None, Claimed | None
 def note_end(request: Any, outcome: Outcome) -> None:
     """Note if a time limit or the end of a greenlet has ended the body."""
     error = getattr(outcome, "cause", None) or getattr(outcome, "error", None)
-    is_ours = isinstance(error, Exception | None) and not isinstance(error, SoftTimeLimitExceeded)
-    if not is_ours and (prepared := prepared_for(request)) is not None:
+    is_interrupted = isinstance(error, SoftTimeLimitExceeded) or not isinstance(error, Exception | None)
+    if is_interrupted and (prepared := prepared_for(request)) is not None:
         prepared.is_interrupted = True
 
 
@@ -154,7 +154,7 @@ def _decoded(body: Any, content_type: str | None, encoding: str | None, accept: 
 
 
 def _prepare(task: IdempotentTask[..., Any], calls: Sequence[tuple[dict[str, Any], Any]]) -> None:
-    """Run what can be run together, and note in each message's request what came of it."""
+    """Claim what is plain, and run it if it commits together; note in each request what came of it."""
     runtime, found = runtime_of(task.app), dict[tuple[str, str], tuple[Delivery, Context, dict[str, Any]]]()
     policy = Policy.of(task, runtime.settings)
     for request, body in calls:

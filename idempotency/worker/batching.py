@@ -18,7 +18,7 @@ from celery.worker import state
 from celery.worker.strategy import default
 
 from ..observe.logs import log
-from .batch import Call, Traced, run_batch
+from .batch import Call, run_batch
 
 if TYPE_CHECKING:
     from .task import IdempotentTask
@@ -102,10 +102,10 @@ class _Job:
         for request in self._requests:
             request.on_accepted(pid, time_accepted)
 
-    def _on_traced(self, results: list[Traced | None] | Any) -> None:
+    def _on_traced(self, results: Any) -> None:
         if not isinstance(
             results, list
-        ):  # what a thread raises, where a process would have ended, or of a greenlet's end
+        ):  # what a thread raised, or how a greenlet ended; a process would have been lost
             self._on_lost(results)
             return
         for request, traced in zip(self._requests, results, strict=True):
@@ -124,7 +124,7 @@ class _Job:
 
     def _on_lost(self, exc_info: Any) -> None:
         """The process was lost or killed: none of these messages is known to be done, and each comes again by itself."""
-        error = type(getattr(exc_info, "exception", None)).__name__
+        error = type(exc_info.exception).__name__ if hasattr(exc_info, "exception") else "TimeLimitExceeded"
         log.error("batch_lost", task=self._task.name, many=len(self._requests), error=error)
         for request in self._requests:
             if not request._already_revoked:  # terminated by a person: Celery has announced that one, and no other

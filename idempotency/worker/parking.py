@@ -29,7 +29,10 @@ CONFIRM_TIMEOUT = 5.0
 
 
 def park_if_early(connection: Connection, delivery: Delivery, settings: Settings) -> bool:
-    """Park a delivery whose time has not come by the database's clock. False: it has come, or there is none."""
+    """Park a delivery whose time has not come by the database's clock. False: it has come, or there is none.
+
+    It is no late copy: the age of a signed message counts from its time.
+    """
     if delivery.eta is None or clock.has_come(connection, delivery.eta):
         return False
     _park(connection, delivery, Message.from_text(delivery.message), settings.service, eta=delivery.eta)

@@ -59,7 +59,7 @@ from ..wire import results
 from ..wire.delivery import Delivery
 from ..wire.message import DUE_HEADER, GENERATION_HEADER
 from . import following, hooks, parking
-from .batch import note_end, prepared_for, taken_from
+from .batch import begin_prepared, note_end, prepared_for
 from .censored import hide_secrets
 from .control import ControlledTask, is_replacement
 from .deliveries import as_accepted, delivery_of, is_anothers, is_under_another, store_refusal
@@ -217,7 +217,7 @@ class IdempotentTask(ControlledTask[P, R_co]):
 
     def _run(self, delivery: Delivery) -> Outcome:
         request = self.request
-        known, token, claimed = taken_from(request)
+        known, token, claimed = begin_prepared(request)
         if known is not None:
             return known
         runtime = runtime_of(self.app)

@@ -59,7 +59,7 @@ def put_one(self: IdempotentTask, account: str) -> str:
     return account
 
 
-def test_what_one_body_does_is_no_others_business(bank: Celery, engine: Engine) -> None:
+def test_a_failure_an_effect_and_a_setting_leave_the_other_bodies_unchanged(bank: Celery, engine: Engine) -> None:
     """An error, an effect, a setting: each is entered once, and in its own way."""
     entered = []
 
@@ -94,7 +94,7 @@ def test_what_is_completed_is_answered_for_all_by_one_statement(
     assert accounts(engine) == {"e0": [1], "e1": [1], "e2": [1]}
 
 
-def test_a_completed_key_with_other_arguments_is_not_answered(bank: Celery, engine: Engine) -> None:
+def test_a_completed_key_with_other_arguments_is_refused_as_a_mismatch(bank: Celery, engine: Engine) -> None:
     def body(self: IdempotentTask, account: str, amount: int) -> int:
         put(self, account, amount)
         return amount

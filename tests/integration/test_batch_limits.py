@@ -43,7 +43,9 @@ def slow_each(self: IdempotentTask, account: str, seconds: float) -> Any:
 
 
 @pytest.mark.long
-def test_the_workers_soft_time_limit_holds_for_each_body(bank: Celery, engine: Engine, processes: Processes) -> None:
+def test_the_workers_soft_time_limit_ends_one_body_and_the_next_runs_by_itself(
+    bank: Celery, engine: Engine, processes: Processes
+) -> None:
     """`celery worker --soft-time-limit 1`, or `task_soft_time_limit`."""
     for name in ("e0", "e1"):
         slow_each.delay(name, 4.0)

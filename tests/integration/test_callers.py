@@ -326,7 +326,7 @@ NOT_A_CALLER: dict[str, Any] = {
     "None": None,
     "the class Session": Session,
     r"sessionmaker: `with sessionmaker.begin\(\) as session` makes one": sessionmaker(),
-    r"AsyncSession: `await` aenqueue or apublish with it, or `await session\.run_sync\(\.\.\.\)` anything else": AsyncSession(),
+    r"AsyncSession: `await` aenqueue or apublish with it, or `await session\.run_sync\(\.\.\.\)` for anything else": AsyncSession(),
     "str": "a1",
 }
 

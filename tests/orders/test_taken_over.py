@@ -19,9 +19,9 @@ from idempotency.store.rights import RELAY
 from sandbox.process import Sandbox
 from tasks.gateway import Moved
 from tests.orders.shop import Shop
-from tests.orders.test_last_doubts import ask
 from tests.orders.test_reconciliation import found, paid
 from tests.orders.test_report_doubts import of_refund, posted_net
+from tests.orders.test_reported_and_typed import ask
 from tests.orders.test_reports import captured, operation, refund, report, settle
 from tests.orders.test_reserved import give_up, in_doubt, lost, refunded, resolve, row_of
 from tests.orders.test_restore import configured
@@ -269,7 +269,7 @@ def test_a_persons_slip_takes_no_refund_of_another_payment_out_of_the_books(shop
     assert site.id not in found(shop)
 
 
-def test_a_refund_is_taken_over_from_the_one_that_has_taken_it_over(shop: Shop, gateway: Any, servers: Any) -> None:
+def test_the_provider_decides_when_two_refunds_have_claimed_one_id(shop: Shop, gateway: Any, servers: Any) -> None:
     """Written down as the site's after a restore; a person takes it for `one`; then the client asks for `two` again."""
     order, charge = paid(shop)
     two = refund(shop, order)
@@ -315,7 +315,7 @@ def test_a_refund_of_a_foreign_charge_that_a_person_took_for_ours_is_named(shop:
     assert found(shop)[back.id] == ("1000 EUR", f"1000 EUR of {doubtful}, charged as {charge}")
 
 
-def test_an_answer_by_a_wrong_key_says_nothing(shop: Shop, gateway: Any, provider: Sandbox) -> None:
+def test_an_answer_under_another_api_key_changes_no_refund(shop: Shop, gateway: Any, provider: Sandbox) -> None:
     """For one day the application has the API key of another account, or of the test mode: its refund is "missing" there."""
     order, charge = paid(shop)
     faults(provider, next=["refund_fails"], only={})

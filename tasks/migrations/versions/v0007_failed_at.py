@@ -1,4 +1,4 @@
-"""When the money of a refund has come back, or the refund was found to be another one: what is given later is given again.
+"""Since when a refund no longer counts: its money came back, or it was another refund.
 
 Code of 0006 works on it: what it reverses has no time, and counts as failed from its beginning.
 """
