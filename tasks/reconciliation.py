@@ -46,11 +46,11 @@ WINDOW = timedelta(days=30)
 # What the ledger has of Stripe's charges and refunds, under the id that they have there.
 _OURS = {
     "charge": f"""
-        SELECT p.tenant, p.id AS name, p.charge_id AS id, p.charge_id, l.amount, l.currency FROM payments p
+        SELECT p.tenant, p.id AS name, p.charge_id AS id, p.charge_id, l.amount, l.currency, false AS is_at_site FROM payments p
         JOIN ledger l ON (l.tenant, l.kind, l.reference) = (p.tenant, 'capture', p.id)
         WHERE p.gateway = '{STRIPE}' AND p.charge_id IS NOT NULL AND {{condition}}""",
     "refund": f"""
-        SELECT p.tenant, p.id AS name, p.provider_refund_id AS id, paid.charge_id, l.amount, l.currency FROM refunds p
+        SELECT p.tenant, p.id AS name, p.provider_refund_id AS id, paid.charge_id, l.amount, l.currency, p.is_at_site FROM refunds p
         JOIN ledger l ON (l.tenant, l.kind, l.reference) = (p.tenant, 'refund', p.id)
         JOIN payments paid ON (paid.tenant, paid.id) = (p.tenant, p.payment_id)
         WHERE p.gateway = '{STRIPE}' AND p.status = 'refunded' AND {{condition}}""",
@@ -78,7 +78,7 @@ _KNOWN = {
 }
 _PENDING_AT_SITE = text(f"""
 SELECT tenant, id FROM refunds
-WHERE is_at_site AND gateway = '{STRIPE}' AND status IN ('pending', 'reserved', 'unknown') AND created_at < :until
+WHERE is_at_site AND starts_with(id, '{STRIPE}-') AND status IN ('pending', 'reserved', 'unknown') AND created_at < :until
 """)
 # Of Stripe's objects. A person may have typed anything else.
 _AN_ID = re.compile(r"[A-Za-z0-9_]{1,255}")
@@ -157,6 +157,7 @@ def _posted(row: Any, moved: Moved | None, *, is_one: bool) -> str:
     if moved is not None and row.charge_id != moved.charge_id:
         return f"{posted} of {row.name}, charged as {row.charge_id}"
     is_named_so = moved is None or moved.name is None or (row.tenant, row.name) == (moved.tenant, moved.name)
+    is_named_so = is_named_so or row.is_at_site  # under no name of ours, though one may have asked for it since
     return posted if is_one and is_named_so else f"{posted} of {row.name}"
 
 

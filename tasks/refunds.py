@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from functools import partial
 from typing import Any
 
@@ -48,8 +48,8 @@ from .validation import check_amount, check_id, check_minor_unit, check_text
 INITIATED = "PAYMENT_INITIATED"
 # Why a refund is reversed whose failure no webhook has told.
 REFUSED_AFTERWARDS = "refused_afterwards"
-# Why a row is refused that was in the place of another refund of ours.
-TAKEN_OVER = "is_another_refund"
+# Of a request whose answer is another refund, which is in our books: that one counts, and is told.
+OF_ANOTHER = "refund_of_another"
 # Of a refund that was made, whether or not its money has come back.
 MADE = ("refunded", "reversed")
 # Of a refund whose money has moved, will move or may have moved: `payments.refunded` is the sum of their amounts.
@@ -153,21 +153,29 @@ def refund_failed(session: Session, operation: Operation, error: PermanentError)
         note_failure(session, refund, payment, failed.id, failed.code, failed.effect_key)
         taken = _other_refund(session, refund, failed.id)
         if taken is not None and (taken.payment_id, taken.status) == (payment.id, "refunded"):
-            reverse(session, taken, failed.code)  # a person has taken it for that one
+            _reverse_as_known(session, taken, payment, failed.code)  # a person has taken it for that one
     if refund.status in MADE:
         # Reported as made, and the provider itself says by now that it has failed. A person's word does not undo its report,
         # nor does what became of another call.
         if refund.status == "refunded" and failed is not None and _is_of_call(session, refund, failed):
-            reverse(session, refund, REFUSED_AFTERWARDS)
+            assert payment is not None
+            _reverse_as_known(session, refund, payment, REFUSED_AFTERWARDS)
         return
-    if isinstance(error, EffectUnknown | Unfinished):
+    if isinstance(error, EffectUnknown | Unfinished) and getattr(error.__cause__, "code", None) != OF_ANOTHER:
         if payment is not None and fits(refund, payment):
             move(refund, payment, "unknown")
         refund.failure = error.code
     else:
-        refuse(session, refund, payment, error.code)
+        refuse(session, refund, payment, getattr(error.__cause__, "code", error.code))
     if payment is not None:
         tell_if_owed(session, refund, payment, error.code)
+
+
+def _reverse_as_known(session: Session, refund: Refund, payment: Payment, code: str) -> None:
+    """Reverse a refund that has failed, at the time that its provider has reported, if it has."""
+    assert refund.provider_refund_id is not None
+    known = failure_of(session, payment.charge_id, refund.provider_refund_id, tenant=refund.tenant)
+    reverse(session, refund, code, at=None if known is None else known.occurred_at)
 
 
 def _refund_failed(error: BaseException | None) -> RefundFailed | None:
@@ -205,16 +213,16 @@ def is_owed(session: Session, payment: Payment) -> bool:
 
 
 def is_owed_again(session: Session, payment: Payment) -> bool:
-    """Whether something has come back of what was given back, or was another refund, and was not given since."""
+    """Whether more of a payment came back than has been given back since."""
     of_payment = select(Refund).filter_by(tenant=payment.tenant, payment_id=payment.id)
     changes: list[tuple[datetime, int]] = []
-    for refund in session.scalars(of_payment).all():
-        is_mistake = refund.failure == TAKEN_OVER and not refund.is_at_site
-        if refund.status == "reversed" or is_mistake:
-            changes.append((refund.failed_at or refund.created_at, refund.amount))
-        elif refund.status == "refunded":
-            changes.append((refund.created_at, -refund.amount))
+    for refund in session.scalars(of_payment.where(Refund.status.in_(MADE))).all():
+        changes.append((refund.created_at, -refund.amount))
+        if refund.status == "reversed":
+            failed_at = max(refund.failed_at or refund.created_at, refund.created_at)
+            changes.append((failed_at + timedelta(microseconds=1), refund.amount))
     owed = 0
+    # of one moment, first what has come back
     for _, change in sorted(changes, key=lambda each: (each[0], -each[1])):
         owed = max(0, owed + change)
     return owed > 0
@@ -256,11 +264,10 @@ def reserve(session: Session, refund_id: str, *, tenant: str = DEFAULT) -> dict[
         check_minor_unit("amount", refund.amount, payment.currency)  # the request does not name it
     except ValueError as error:
         raise PermanentError(str(error), "minor_unit") from None
-    if fits(refund, payment):
-        move(refund, payment, "reserved")
-    elif not _at_site_alike(session, refund):  # which may be this one: then it is reserved already
+    if not fits(refund, payment):
         left = payment.amount - payment.refunded
         raise PermanentError(f"amount: at most {left} left to refund, got {refund.amount}", "exceeds_captured")
+    move(refund, payment, "reserved")
     return _request(refund, payment, tenant)
 
 
@@ -305,8 +312,6 @@ def refund_payment(
     """
     if (made := _reported_as_made(self, refund_id)) is not None:
         return made
-    if (made := _made_at_site(self, refund_id)) is not None:
-        return made
     request = self.step("reserve", reserve, refund_id, undo=free, **named(self.tenant))
     if (made := _reported_as_made(self, refund_id)) is not None:
         return made
@@ -315,25 +320,12 @@ def refund_payment(
 
     refund, _ = locked(self.session, refund_id, tenant=self.tenant)
     assert refund is not None
-    other, is_ours, is_told = _other_refund(self.session, refund, refunded["id"]), True, False
-    if other is not None and not other.is_at_site:
-        self.session.rollback()  # no open transaction during an external call
-        is_ours = _is_named(refunded["id"], refund_id, tenant=self.tenant)
-        refund, _ = locked(self.session, refund_id, tenant=self.tenant)
-        assert refund is not None
-        other = _other_refund(self.session, refund, refunded["id"])
-    if other is not None:
-        is_alike = (other.payment_id, other.amount) == (refund.payment_id, refund.amount)
-        if not is_ours or not is_alike:  # a person has taken it for this one
-            raise PermanentError(f"refund {refund_id}: {refunded['id']} is the refund {other.id}", "refund_of_another")
-        if refund.provider_refund_id is None:
-            is_told = _take_over(self.session, other)
+    if (other := _other_refund(self.session, refund, refunded["id"])) is not None:
+        raise PermanentError(f"refund {refund_id}: {refunded['id']} is the refund {other.id}", OF_ANOTHER)
     if refund.provider_refund_id not in (None, refunded["id"]):  # under another key, which a person took for not made
         raise PermanentError(f"refund {refund_id}: made twice, also as {refund.provider_refund_id}", "refunded_twice")
     payment = self.session.get_one(Payment, (self.tenant, refund.payment_id))
-    mark_refunded(self.session, refund, refunded["id"], by=payment.gateway, is_told=is_told)
-    if other is not None:  # what both had reserved is reserved once now
-        tell_if_owed(self.session, refund, payment, TAKEN_OVER)
+    mark_refunded(self.session, refund, refunded["id"], by=payment.gateway)
     return {"status": refund.status, "refund": refunded["id"]}
 
 
@@ -390,37 +382,6 @@ def _reported_as_made(task: IdempotentTask, refund_id: str) -> dict[str, Any] | 
     return None
 
 
-def _made_at_site(task: IdempotentTask, refund_id: str) -> dict[str, Any] | None:
-    """The result of a refund that was written down as the site's, and that the provider knows as ours of this id.
-
-    As after the restore of a backup that did not know it. Unless our own call may have made it: then that tells which it is.
-    """
-    refund = task.session.get(Refund, (task.tenant, refund_id))
-    alike = [] if refund is None or task.may_have_happened("refund") else _at_site_alike(task.session, refund)
-    task.session.rollback()  # no open transaction during an external call
-    found = next((each for each in alike if _is_named(each, refund_id, tenant=task.tenant)), None)
-    if found is None:
-        return None
-    refund, _ = locked(task.session, refund_id, tenant=task.tenant)
-    assert refund is not None
-    other = _other_refund(task.session, refund, found)
-    if other is None or not other.is_at_site or refund.status in MADE:
-        task.session.rollback()
-        return None
-    is_told = _take_over(task.session, other)
-    mark_refunded(task.session, refund, found, is_told=is_told)
-    return {"status": refund.status, "refund": found}
-
-
-def _at_site_alike(session: Session, refund: Refund) -> list[str]:
-    """The provider's ids of refunds that were written down as Stripe's site's, of the same payment and amount."""
-    alike = select(Refund.provider_refund_id).filter_by(
-        tenant=refund.tenant, payment_id=refund.payment_id, amount=refund.amount
-    )
-    alike = alike.filter_by(is_at_site=True, status="refunded", gateway=STRIPE)
-    return [id for id in session.scalars(alike.order_by(Refund.id)).all() if id is not None]
-
-
 def _other_refund(session: Session, refund: Refund, provider_refund_id: str) -> Refund | None:
     """Another refund of the payment's provider that has this id there, ours or one that was written down as the site's.
 
@@ -441,41 +402,16 @@ def _other_refund(session: Session, refund: Refund, provider_refund_id: str) -> 
     return session.scalars(others.limit(1), execution_options={"populate_existing": True}).first()
 
 
-def _is_named(provider_refund_id: str, refund_id: str, *, tenant: str) -> bool:
-    """Whether the provider knows this refund as ours of this id, whatever a person has said."""
-    found = gateway.refunded(provider_refund_id)
-    return found is not None and (found.tenant, found.name) == (tenant, refund_id)
-
-
-def _take_over(session: Session, other: Refund) -> bool:
-    """Take `other` out of the books of a locked payment: it is another refund, and was written down as the site's, or by a
-    person's mistake. Returns whether the buyer was told of it as that.
-    """
-    payment = session.get_one(Payment, (other.tenant, other.payment_id))
-    was_made = other.status == "refunded"
-    if was_made:
-        ledger.post(session, "reversal", other.id, payment.id, other.amount, payment.currency, tenant=other.tenant)
-    other.provider_refund_id, other.failed_at = None, datetime.now(UTC)
-    refuse(session, other, payment, TAKEN_OVER)
-    if not other.is_at_site:
-        _tell_support(session, other, payment, TAKEN_OVER)
-    session.flush()
-    return was_made and other.is_at_site
-
-
 def at_site(gateway: str, provider_refund_id: str) -> str:
     """Our id of a refund that no request of ours has asked for."""
     return f"{gateway}-{provider_refund_id}"
 
 
-def mark_refunded(
-    session: Session, refund: Refund, provider_refund_id: str, *, by: str = STRIPE, is_told: bool = False
-) -> None:
+def mark_refunded(session: Session, refund: Refund, provider_refund_id: str, *, by: str = STRIPE) -> None:
     """Note that a locked refund was made by a provider, as its task or a report says, whichever comes first.
 
     If the provider has reported meanwhile that it failed after all, that is noted, too, and nobody is told that it was made.
-    What was reported and may have been this one, or another of the same amount, is looked at again. `is_told`: it was in our
-    books under another name, and the buyer was told then.
+    What was reported and may have been this one, or another of the same amount, is looked at again.
     """
     if refund.status in MADE:
         return
@@ -486,10 +422,9 @@ def mark_refunded(
     session.flush()
     failure = failure_of(session, payment.charge_id, provider_refund_id, tenant=refund.tenant)
     if failure is not None:
-        reverse(session, refund, failure)
+        reverse(session, refund, failure.code, at=failure.occurred_at)
         return
-    if not is_told:
-        publish(session, "payment.refunded", _told(refund, payment), tenant=refund.tenant, app=app)
+    publish(session, "payment.refunded", _told(refund, payment), tenant=refund.tenant, app=app)
     settle_later(session, payment)
 
 

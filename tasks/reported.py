@@ -124,12 +124,19 @@ def _of_made_refund(tenant: str, refund_id: str, *columns: Any) -> Any:
     )
 
 
-def failure_of(session: Session, charge_id: str | None, provider_refund_id: str, *, tenant: str) -> str | None:
-    """Why a refund of a charge has failed, as its provider has reported or answered, whatever it calls it; None: it has not."""
-    failed = select(_code_of_refund()).filter_by(
-        tenant=tenant, object="refund", object_id=provider_refund_id, charge_id=charge_id
+def failure_of(session: Session, charge_id: str | None, provider_refund_id: str, *, tenant: str) -> Any:
+    """Why a refund of a charge has failed, and when (`code`, `occurred_at`), as its provider has reported or answered, whatever
+    it calls it; None: it has not.
+    """
+    failed = select(_code_of_refund().label("code"), PaymentEvent.occurred_at).where(
+        PaymentEvent.tenant == tenant,
+        PaymentEvent.object == "refund",
+        PaymentEvent.object_id == provider_refund_id,
+        PaymentEvent.charge_id == charge_id,
+        PaymentEvent.state.in_(REFUND_FAILED),
     )
-    return session.scalars(failed.where(PaymentEvent.state.in_(REFUND_FAILED)).limit(1)).first()
+    failed = failed.order_by(PaymentEvent.occurred_at)
+    return session.execute(failed.limit(1)).first()
 
 
 def note_failure(

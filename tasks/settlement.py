@@ -239,6 +239,8 @@ def _refund(session: Session, payment: Payment, report: Report) -> bool:
     refund = _refund_of(session, payment, report) if booked is None else booked
     if refund is None:
         return False
+    if refund.is_at_site:  # reports come in any order
+        refund.created_at = min(refund.created_at, report.occurred_at)
     if report.state in REFUND_FAILED:
         if refund.status == "refunded":
             reverse(session, refund, report.code or report.state, at=report.occurred_at)
@@ -261,9 +263,7 @@ def _booked(session: Session, payment: Payment, report: Report) -> Refund | None
     """The refund that has this object of the provider's already, whatever a report calls it; locked."""
     is_written_down = Refund.is_at_site & (Refund.id == at_site(report.gateway, report.object_id))
     known = select(Refund).filter_by(tenant=payment.tenant, payment_id=payment.id, amount=report.amount)
-    is_it = Refund.provider_refund_id == report.object_id
-    # what was written down may have been taken over by a request of ours
-    known = known.where(is_it | is_written_down).order_by(is_it.desc().nulls_last())
+    known = known.where((Refund.provider_refund_id == report.object_id) | is_written_down)
     return session.scalars(known.with_for_update()).first()
 
 

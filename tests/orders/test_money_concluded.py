@@ -91,7 +91,8 @@ def test_a_refund_that_is_written_down_as_the_sites_is_not_posted_again_by_a_per
     resolve(shop, refund_id, made)
     shop.replay(refund_id)
     shop.run()
-    assert (row_of(shop, refund_id), row_of(shop, f"stripe-{there}")[0]) == (("refunded", None), "refused")
+    assert (row_of(shop, refund_id)[1], row_of(shop, f"stripe-{there}")[0]) == ("refund_of_another", "refunded")
+    assert "is the refund" in shop.one("SELECT error FROM idempotency.records WHERE key = :id", id=refund_id)[0]
     assert (refunded(shop, order), posted_net(shop, order), shop.provider.net(order)) == (400, 600, 600)
     assert len(shop.events("payment.refunded", order)) == 1
 
