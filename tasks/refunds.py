@@ -161,12 +161,13 @@ def refund_failed(session: Session, operation: Operation, error: PermanentError)
             assert payment is not None
             _reverse_as_known(session, refund, payment, REFUSED_AFTERWARDS)
         return
-    if isinstance(error, EffectUnknown | Unfinished) and getattr(error.__cause__, "code", None) != OF_ANOTHER:
+    is_another = getattr(error.__cause__, "code", None) == OF_ANOTHER
+    if isinstance(error, EffectUnknown | Unfinished) and not is_another:
         if payment is not None and fits(refund, payment):
             move(refund, payment, "unknown")
         refund.failure = error.code
     else:
-        refuse(session, refund, payment, getattr(error.__cause__, "code", error.code))
+        refuse(session, refund, payment, OF_ANOTHER if is_another else error.code)
     if payment is not None:
         tell_if_owed(session, refund, payment, error.code)
 
