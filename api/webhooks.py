@@ -98,7 +98,7 @@ def _report(name: str, body: bytes, headers: Mapping[str, str], secrets: list[st
 
 
 def _settled(report: Report) -> str:
-    if report.gateway == STRIPE and not _is_named(report):  # a dispute, or a change made at the provider's site
+    if report.gateway == STRIPE and not _may_be_ours(report):  # a dispute, or a change made at the provider's site
         found = gateway.charge(report.charge_id)
         if found is not None:
             report = replace(report, tenant=found.tenant, payment_id=found.name)
@@ -108,11 +108,11 @@ def _settled(report: Report) -> str:
     return outcome
 
 
-def _is_named(report: Report) -> bool:
+def _may_be_ours(report: Report) -> bool:
     if report.payment_id is None:
         return False
     with runtime_of(app).transaction(report.tenant) as connection, Session(connection) as session:
-        return settlement.is_named(session, report)
+        return settlement.may_be_ours(session, report)
 
 
 def _secrets(name: str) -> list[str]:

@@ -142,7 +142,7 @@ class Gateway(Protocol):
         currency: str,
         doubt: EffectInDoubt,
         tenant: str = DEFAULT,
-        told: Sequence[str] = (),
+        reported: Sequence[str] = (),
     ) -> Outcome: ...
 
     def find_refund(
@@ -294,17 +294,17 @@ class StripeGateway:
         currency: str,
         doubt: EffectInDoubt,
         tenant: str = DEFAULT,
-        told: Sequence[str] = (),
+        reported: Sequence[str] = (),
     ) -> Outcome:
         """Find out whether the purchase was charged, under any key; the arguments are those of `capture`.
 
-        `told`: the ids of its charges that the provider has reported, which its search may not show yet.
+        `reported`: the ids of its charges that the provider has reported, which its search may not show yet.
         """
         value = payment_id.replace("\\", "\\\\").replace("'", "\\'")
         query = f"metadata['purchase_id']:'{value}'"
         found = self._ask(lambda client: _all(client.v1.payment_intents.search({"query": query, "limit": 100})))
         known = {intent["id"] for intent in found}
-        found += [intent for id in told if id not in known and (intent := self._intent(id)) is not None]
+        found += [intent for id in reported if id not in known and (intent := self._intent(id)) is not None]
         # Search is case-insensitive, and also finds declined intents. One of another amount is not of this call.
         return _finish(
             [

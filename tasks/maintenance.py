@@ -31,7 +31,7 @@ def purge() -> int:
 # A list of many charges takes longer than a payment.
 @app.task(name="maintenance.reconcile_provider", soft_time_limit=3 * 3600, time_limit=3 * 3600 + 60)
 def reconcile_provider() -> int:
-    """Compare the last month of the provider with the ledger; returns how many objects differ."""
+    """Compare the last month of the provider with the ledger, and ask about what is pending; returns how many objects differ."""
     until = datetime.now(UTC) - reconciliation.SETTLED_AFTER
     reconciliation.ask_about_pending(until)
     days = reconciliation.days_before(until, reconciliation.WINDOW / timedelta(days=1))

@@ -174,7 +174,7 @@ def find_capture(
         currency=currency,
         doubt=doubt,
         tenant=tenant,
-        told=reported_charges(payment_id, tenant=tenant),
+        reported=reported_charges(payment_id, tenant=tenant),
     )
 
 

@@ -31,8 +31,8 @@ from idempotency.wire import keys
 from . import app
 from .gateway import Moved
 from .outside import gateway
-from .reported import ASK_ABOUT_REFUND
 from .reports import STRIPE
+from .settlement import ask_about_refund
 from .tenants import DEFAULT
 
 Kind = Literal["charge", "refund"]
@@ -196,14 +196,15 @@ def reconcile(since: datetime, until: datetime) -> list[Difference]:
 
 
 def ask_about_pending(until: datetime) -> int:
-    """Have the provider asked about each refund that was made at its site before, and of which no webhook has told the end."""
-    app.loader.import_default_modules()
+    """Have the provider asked about each refund that was made at its site before, and of which no webhook has told the end.
+
+    Returns how many.
+    """
     with Session(runtime_of(app).engine) as session:
         pending = session.execute(_PENDING_AT_SITE, {"until": until}).all()
     for row in pending:
         with Session(runtime_of(app).engine) as session, session.begin():
-            ask = app.tasks[ASK_ABOUT_REFUND]
-            ask.enqueue(session, refund_id=row.id, tenant=row.tenant, idempotency_key=str(uuid4()))
+            ask_about_refund.enqueue(session, refund_id=row.id, tenant=row.tenant, idempotency_key=str(uuid4()))
     return len(pending)
 
 

@@ -16,9 +16,8 @@ from .models import Payment, PaymentEvent, Refund
 from .once import insert_unless_there
 from .reports import FAILED, GATEWAYS, REFUND_FAILED, STRIPE, SUCCEEDED, Kind
 
-# In `settlement`, which imports what calls these.
+# In `settlement`, which imports what calls this.
 SETTLE_WAITING = "payments.settle_waiting"
-ASK_ABOUT_REFUND = "payments.ask_about_refund"
 # Of one payment that are asked about by their ids. A payment has one, or a few if calls were given up.
 MOST_CHARGES = 20
 

@@ -34,7 +34,7 @@ from .once import insert_unless_there
 from .outside import gateway
 from .payments import CAPTURE, capture_payment, mark_captured, mark_failed
 from .refunds import MADE, at_site, fits, mark_refunded, move, refund_payment, refuse, reverse, tell_if_owed
-from .reported import ASK_ABOUT_REFUND, SETTLE_WAITING, failure_of
+from .reported import SETTLE_WAITING, failure_of
 from .reports import DISPUTE_ENDED, FAILED, REFUND_FAILED, STRIPE, SUCCEEDED, Report
 
 # Seconds for which the lock of a transaction at the provider is held at most.
@@ -81,13 +81,13 @@ def _with_our_names(session: Session, report: Report) -> Report:
     tenant = report.tenant
     if report.refund_id is not None and session.get(Refund, (tenant, report.refund_id)) is None:
         report = replace(report, refund_id=None)
-    if not is_named(session, report):
+    if not may_be_ours(session, report):
         report = replace(report, payment_id=None)
     return report
 
 
-def is_named(session: Session, report: Report) -> bool:
-    """Whether a report names a payment of ours, or is of a charge, which may be of a payment that a backup has forgotten."""
+def may_be_ours(session: Session, report: Report) -> bool:
+    """Whether a report names a payment of ours; of a charge, also one that a backup may have forgotten."""
     if report.payment_id is None:
         return False
     return report.object == "charge" or session.get(Payment, (report.tenant, report.payment_id)) is not None
@@ -164,7 +164,7 @@ def settle_waiting(self: IdempotentTask, gateway: str, charge_id: str) -> int:
     return _apply_waiting(session, self.tenant, gateway, charge_id)
 
 
-@app.task(base=IdempotentTask, bind=True, name=ASK_ABOUT_REFUND, key=None)
+@app.task(base=IdempotentTask, bind=True, name="payments.ask_about_refund", key=None)
 def ask_about_refund(self: IdempotentTask, refund_id: str) -> str:
     """Ask Stripe about a refund that was made at its site and is not decided: no task carries it out, and a webhook may be lost."""
     refund = self.session.get(Refund, (self.tenant, refund_id))
