@@ -81,15 +81,14 @@ def note_end(request: Any, outcome: Outcome) -> None:
 
 
 def run_batch(
-    trace: Callable[..., Traced], name: str, calls: Sequence[Call], limit: float | None = None
+    trace: Callable[..., Traced], name: str, calls: Sequence[Call], limit: float | None
 ) -> list[Traced | None]:
     """Run these messages of a task, together where that is possible, and trace each. Returns that; None: a message comes again.
 
-    `limit`: the job's first time limit, in seconds.
+    `limit`: the job's first time limit, in seconds; None: it has none.
     """
     app = current_app._get_current_object()
     task, accept = app.tasks[name], prepare_accept_content(app.conf.accept_content)
-    limit = limit or task.soft_time_limit
     ends_at = math.inf if limit is None else time.monotonic() + SHARE_OF_LIMIT * limit
     decoded = [
         (id, request, _decoded(body, content_type, encoding, accept))

@@ -88,7 +88,7 @@ def test_what_is_next_when_a_process_exits_is_given_back(bank: Celery, engine: E
     bank.finalize()
     bank.set_current()
     with pytest.raises(SystemExit):
-        run_batch(trace, task.name, many(bank, task))
+        run_batch(trace, task.name, many(bank, task), None)
     assert states(engine) == dict.fromkeys(("e0", "e1", "e2"), "released")
     run(bank, task, *many(bank, task))
     assert accounts(engine) == {"e0": [1], "e1": [1], "e2": [1]}

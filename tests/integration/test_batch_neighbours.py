@@ -45,7 +45,7 @@ def batched(app: Celery, body: Callable[..., Any]) -> Any:
 def run(app: Celery, task: Any, *messages: Any) -> list[Any]:
     app.finalize()
     app.set_current()  # in a worker there is no other
-    return run_batch(lambda *call: trace_task_ret(*call, app=app), task.name, messages)
+    return run_batch(lambda *call: trace_task_ret(*call, app=app), task.name, messages, task.soft_time_limit)
 
 
 def accounts(engine: Engine) -> dict[str, list[int]]:
