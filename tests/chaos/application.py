@@ -283,7 +283,9 @@ def tell(session: Session | Connection, *, tenant: str, number: str, account: st
     return event_id
 
 
-@subscribe("account.*", consumer="ledger", app=app, on_failed=None, max_attempts=MANY_ATTEMPTS, batch=10)
+@subscribe(
+    "account.*", consumer="ledger", app=app, on_failed=None, max_attempts=MANY_ATTEMPTS, batch=10, batch_commit="each"
+)
 def post(self: IdempotentTask, event: dict[str, Any]) -> dict[str, Any]:
     """The first consumer's row."""
     return _write_last(self, f"{event['data']['account']}/{LEDGER}", event["data"]["amount"])
