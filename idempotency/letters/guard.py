@@ -100,7 +100,7 @@ class Guard(bootsteps.StartStopStep):
 
         While too many wait, as forged ones may, a marker is dropped: another one follows.
         """
-        message.ack_log_error(log, self._consumer.connection_errors)
+        self._answer(message.ack)
         if not self._notes_markers:
             self._notes_markers = True
             threading.Thread(target=_note_markers, args=(self._markers,), daemon=True).start()
@@ -123,7 +123,14 @@ class Guard(bootsteps.StartStopStep):
             task_id=f"{message.headers.get('id')}"[:100],
             queue=(message.delivery_info or {}).get("routing_key"),
         )
-        message.reject_log_error(log, self._consumer.connection_errors)
+        self._answer(message.reject)
+
+    def _answer(self, answer: Callable[[], object]) -> None:
+        """Acknowledge or reject a message. If its connection is gone, the broker delivers it again."""
+        try:
+            answer()
+        except self._consumer.connection_errors as error:
+            log.warning("not_answered", error=type(error).__name__)
 
     def _store_when_rejected(self, message: Message) -> None:
         """When the message is rejected, store it as a dead letter and acknowledge it: the broker would drop it."""

@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from idempotency import IdempotentTask
 from idempotency.application import close_runtime, runtime_of
 from idempotency.errors import ReplayRefused
 from idempotency.letters.consumer import DeadLetterConsumer, consume_once
+from idempotency.letters.guard import Guard
 from idempotency.observe import crash_points
 from idempotency.relay.relay import Relay
 from idempotency.store import dead_letters as letters
@@ -492,3 +494,21 @@ def test_markers_that_others_have_made_begin_no_threads_and_keep_none_of_ours_aw
         return connection.execute(text("SELECT taken_at FROM idempotency.markers")).scalar_one()
 
     eventually(is_noted)
+
+
+def test_a_connection_that_breaks_as_a_message_is_answered_ends_no_worker(
+    bank: Celery, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A marker that is acknowledged, and a message that is refused: the broker delivers them again."""
+
+    def gone(*_: Any, **__: Any) -> None:
+        raise ConnectionResetError
+
+    with bank.connection_for_read() as broker:
+        errors = broker.connection_errors
+    consumer = SimpleNamespace(app=bank, connection_errors=errors, create_task_handler=lambda: pytest.fail)
+    guard = Guard(consumer)
+    message = SimpleNamespace(headers={MARKER_HEADER: "m"}, delivery_info={}, ack=gone, reject=gone)
+    consumer.create_task_handler()(message)
+    guard._refuse(message, "invalid")
+    assert caplog.text.count("event=not_answered error=ConnectionResetError") == 2
