@@ -210,7 +210,7 @@ def test_a_replay_runs_under_the_key_that_the_letter_shows_or_not_at_all(
     (letter,) = letters(1)
     assert (letter.reason, letter.key) == ("invalid_key", "1234")
     if not has_row:
-        with pytest.raises(ReplayRefused, match="names another operation"):
+        with pytest.raises(ReplayRefused, match="is for another operation"):
             replay(bank, letter.id, ANN)
         return
     replay(bank, letter.id, ANN)

@@ -189,4 +189,4 @@ def test_one_refund_of_another_provider_is_not_posted_as_two(shop: Shop, is_of_c
         if number == 0 and is_of_code_before:
             with shop.books.begin() as connection:
                 connection.execute(text("UPDATE refunds SET gateway = DEFAULT WHERE id = :id"), {"id": other})
-    assert (row_of(shop, one)[0], row_of(shop, other)[0], posted_net(shop, order)) == ("refunded", "unknown", 600)
+    assert (row_of(shop, one)[0], row_of(shop, other)[0], posted_net(shop, order)) == ("refunded", "refused", 600)

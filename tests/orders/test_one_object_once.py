@@ -43,7 +43,7 @@ def test_one_refund_is_not_posted_as_two_by_a_persons_word(shop: Shop, gateway: 
     resolve(shop, other, Happened({"id": made, "amount": 400, "currency": "EUR", "status": "succeeded"}))
     shop.replay(other)
     shop.run()
-    assert (row_of(shop, other)[0], posted_net(shop, order)) == ("unknown", 600)
+    assert (row_of(shop, other)[0], posted_net(shop, order)) == ("refused", 600)
     assert made not in found(shop)
 
 
