@@ -271,11 +271,9 @@ def replay(
     if row.reason == "beyond_limit":
         raise ReplayRefused(f"dead letter {letter}: beyond a limit, so only its beginning is kept; discard it")
     fields = row._asdict() | {"service": row.consumer_service or service, "external": EXTERNAL, "letter": letter}
-    if row.fingerprint is None:
-        id, fingerprint = _operation_of(app, letter, row)
-        fields |= {"tenant": id.tenant, "task": id.task, "key": id.key, "fingerprint": fingerprint}
-    else:
-        id = OperationId(row.tenant, row.task, row.key)
+    named = OperationId(row.tenant, row.task, row.key), row.fingerprint
+    id, fingerprint = _operation_of(app, letter, row) if row.fingerprint is None else named
+    fields |= {"tenant": id.tenant, "task": id.task, "key": id.key, "fingerprint": fingerprint}
     payload = _message_for(id, letter, row.payload) if row.payload else None
     reopened = connection.exec_driver_sql(_REOPEN, fields).one_or_none()
     opened = None if reopened is None else reopened.generation
@@ -283,7 +281,7 @@ def replay(
     if not fields["payload"]:  # no message has asked for it: once it is open, its caller asks again
         if opened is None:
             raise ReplayRefused(f"dead letter {letter}: no message has asked for its operation; its caller can")
-        return OperationId(fields["tenant"], fields["task"], fields["key"])
+        return id
     if opened is None:
         record = connection.exec_driver_sql(_STATUS, fields).one_or_none()
         if record is not None:
@@ -298,7 +296,7 @@ def replay(
             opened = record.generation
     again = connection.exec_driver_sql(_DELIVER, fields | {"opened": opened or 1})
     refresh_lanes(connection, [(row.task, row.ordering_key) for row in again])
-    return OperationId(fields["tenant"], fields["task"], fields["key"])
+    return id
 
 
 def stored_message(letter: int, payload: str | None) -> Message:
