@@ -109,8 +109,8 @@ def _settled(report: Report) -> str:
 
 
 def _may_be_ours(report: Report) -> bool:
-    if report.payment_id is None:
-        return False
+    if report.payment_id is None or report.object == "charge":  # most reports: nothing has to be looked up
+        return report.payment_id is not None
     with runtime_of(app).transaction(report.tenant) as connection, Session(connection) as session:
         return settlement.may_be_ours(session, report)
 

@@ -1,7 +1,7 @@
 """Messages whose operation has been completed before: each key ten times more, beside a plain task that does nothing.
 
-Powertools reads the stored result, and so does ours, for twenty at once with `batch=20`. celery-once is not here: it deletes its lock when a task
-has ended, so it would insert the row ten times more. Nor are Procrastinate and DBOS, which have no messages: a second job of
+Powertools reads the stored result, and so does ours, for twenty at once with `batch=20`. celery-once is not here: it
+deletes its lock when a task has ended, so it would insert the row ten times more. Nor are Procrastinate and DBOS, which have no messages: a second job of
 the same key is another job in the former, and nothing at all in the latter, whose key is looked for on enqueueing.
 """
 

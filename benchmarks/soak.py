@@ -92,7 +92,7 @@ class Soak:
     def __init__(self, connection: Connection, directory: Path, concurrency: int) -> None:
         from .soaked import app
 
-        self._app, self._connection = app, connection
+        self._connection = connection
         self._redis = redis.Redis.from_url(os.environ["REDIS_URL"])
         self._broker = app.connection_for_read()
         command = [sys.executable, "-m", "celery", "-A", "benchmarks.soaked", "worker", "-Q", "unique"]
@@ -235,6 +235,8 @@ def _wrong(connection: Connection, operations: int) -> str:
 
 @dataclass(frozen=True)
 class Rising:
+    """Those that rise, and of all of them name, slope and standard error."""
+
     names: list[str]
     slopes: list[tuple[str, float, float]]
 

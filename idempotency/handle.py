@@ -104,7 +104,10 @@ class Handle(Generic[R_co]):
         return self.fingerprint is not None and is_comparable and recorded != self.fingerprint
 
     def status(self) -> str:
-        """How far it is: "accepted" before the first attempt, and for a key that nobody has enqueued; then "started", "released", "completed" or "failed"."""
+        """How far it is: "accepted" before the first attempt, then "started", "released", "completed" or "failed".
+
+        A key that nobody has enqueued cannot be told from an accepted one.
+        """
         operation = self.lookup()
         return "accepted" if operation is None else operation.status
 

@@ -122,7 +122,7 @@ def differences(session: Session, since: datetime, until: datetime) -> Iterator[
 
 
 def _is_given_back(difference: Difference) -> bool:
-    """Whether it is about a charge that is in our books under no name, and all of which was refunded: nobody has anything left."""
+    """Whether it is about a charge that is not in our books, and all of which was refunded, so that nothing of it is left."""
     return difference.foreign_charge is not None and gateway.is_given_back(difference.foreign_charge)
 
 

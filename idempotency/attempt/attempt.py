@@ -70,8 +70,7 @@ class Attempt:
     @property
     def has_hint(self) -> bool:
         """Whether Redis may have a hint of this attempt: of its claim, or of a renewal."""
-        is_renewed = self._holding.renewed_at > self._holding.since
-        return not self.delivery.only_asked and (self.claim.has_hint or is_renewed)
+        return not self.delivery.only_asked and (self.claim.has_hint or self._holding.is_renewed)
 
     @property
     def released_as(self) -> tuple[Any, str] | None:

@@ -72,7 +72,7 @@ class Answer:
         holding = self.holding
         if holding is None or holding.lost:
             return None
-        return replace(holding.claim, asked_at=holding.renewed_at, has_hint=holding.renewed_at > holding.since)
+        return replace(holding.claim, asked_at=holding.renewed_at, has_hint=holding.is_renewed)
 
 
 class Alone(IdempotencyError):

@@ -31,6 +31,11 @@ class Holding:
         self.since = self.renewed_at = self.claim.asked_at
 
     @property
+    def is_renewed(self) -> bool:
+        """Whether a heartbeat has renewed it, and so left a hint in Redis."""
+        return self.renewed_at > self.since
+
+    @property
     def lost(self) -> bool:
         """Whether another attempt may hold the operation: one has it, or the lease is over by this process's clock.
 

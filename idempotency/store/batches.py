@@ -35,16 +35,17 @@ RETURNING key, fence, token, attempts, generation, fingerprint,
     set_config('synchronous_commit', 'off', true)
 """
 
-# What a single claim answers for those: as there, by the record alone.
+# What a single claim answers for those: as there, by the record alone. OFFSET 0, because by the conditions together a plan that
+# is made while the table is small reads all that the application has completed.
 _COMPLETED = """
 WITH given AS MATERIALIZED (
     SELECT * FROM unnest(%(keys)b::text[], %(fingerprints)b::text[]) AS g(key, fingerprint)
 )
 SELECT given.key, known.result FROM given CROSS JOIN LATERAL (
-    SELECT r.result FROM idempotency.records r
-    WHERE r.tenant = %(tenant)s AND r.task = %(task)s AND r.key = given.key
-      AND r.status = 'completed' AND r.service = %(service)s AND r.fingerprint = given.fingerprint
+    SELECT * FROM idempotency.records r
+    WHERE r.tenant = %(tenant)s AND r.task = %(task)s AND r.key = given.key OFFSET 0
 ) known
+WHERE known.status = 'completed' AND known.service = %(service)s AND known.fingerprint = given.fingerprint
 """
 
 # As of a single end: a holder that freezes before COMMIT is disconnected within half a lease, and the commit is flushed. The

@@ -18,6 +18,7 @@ has already run out.
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from typing import Any
 
 from ..wire.keys import OperationId
@@ -58,6 +59,11 @@ SELECT set_config('idle_in_transaction_session_timeout', %(idle_ms)s, true) AS i
 def named(id: OperationId) -> dict[str, Any]:
     """The parameters of `ROW`."""
     return {"tenant": id.tenant, "task": id.task, "key": id.key}
+
+
+def all_named(ids: Collection[OperationId]) -> dict[str, list[str]]:
+    """Several operations, as parameters for `unnest`."""
+    return {"tenants": [id.tenant for id in ids], "tasks": [id.task for id in ids], "keys": [id.key for id in ids]}
 
 
 def mine(claim: Claimed) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 from sqlalchemy import Connection, Row
 
 from ..wire.keys import OperationId
-from .record import ROW, named
+from .record import ROW, all_named, named
 
 _RIPEN = f"""
 UPDATE idempotency.records
@@ -84,20 +84,12 @@ SELECT EXISTS (
 def pending_rows(connection: Connection, undecided: Collection[OperationId]) -> Sequence[Row[Any]]:
     """The outbox rows that wait to be published, in the order in which they were enqueued; of those undecided, what is due."""
     query = f"SELECT task, key, message FROM idempotency.outbox WHERE {_WAITING}"
-    return connection.exec_driver_sql(query, _arrays(undecided)).all()
+    return connection.exec_driver_sql(query, all_named(undecided)).all()
 
 
 def take_row(connection: Connection, undecided: Collection[OperationId]) -> Row[Any] | None:
     """Mark the first of these rows as published, and return it."""
-    return connection.exec_driver_sql(_TAKE, _arrays(undecided)).one_or_none()
-
-
-def _arrays(ids: Collection[OperationId]) -> dict[str, list[str]]:
-    return {
-        "tenants": [id.tenant for id in ids],
-        "tasks": [id.task for id in ids],
-        "keys": [id.key for id in ids],
-    }
+    return connection.exec_driver_sql(_TAKE, all_named(undecided)).one_or_none()
 
 
 def forget_all(connection: Connection) -> list[OperationId]:

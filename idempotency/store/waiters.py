@@ -8,7 +8,7 @@ from hashlib import sha256
 from sqlalchemy import Connection
 
 from ..wire.keys import OperationId
-from .record import named
+from .record import all_named, named
 
 # What an end notifies (migration 0013), with the operation's digest.
 CHANNEL = "idempotency_ended"
@@ -43,16 +43,12 @@ def add(connection: Connection, id: OperationId, seconds: float) -> None:
 
 def remove(connection: Connection, ids: Collection[OperationId]) -> None:
     """Delete the rows of these operations, which have ended."""
-    connection.exec_driver_sql(_REMOVE, _asked(ids))
+    connection.exec_driver_sql(_REMOVE, all_named(ids))
 
 
 def ended(connection: Connection, ids: Collection[OperationId]) -> list[OperationId]:
     """Those of these operations that have ended."""
-    return [OperationId(*row) for row in connection.exec_driver_sql(_ENDED, _asked(ids))]
-
-
-def _asked(ids: Collection[OperationId]) -> dict[str, list[str]]:
-    return {"tenants": [id.tenant for id in ids], "tasks": [id.task for id in ids], "keys": [id.key for id in ids]}
+    return [OperationId(*row) for row in connection.exec_driver_sql(_ENDED, all_named(ids))]
 
 
 def forget(connection: Connection) -> None:

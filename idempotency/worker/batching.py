@@ -103,9 +103,8 @@ class _Job:
             request.on_accepted(pid, time_accepted)
 
     def _on_traced(self, results: Any) -> None:
-        if not isinstance(
-            results, list
-        ):  # what a thread raised, or how a greenlet ended; a process would have been lost
+        # else it is what a thread raised, or how a greenlet ended; a process would have been lost
+        if not isinstance(results, list):
             self._on_lost(results)
             return
         for request, traced in zip(self._requests, results, strict=True):

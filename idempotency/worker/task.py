@@ -216,8 +216,7 @@ class IdempotentTask(ControlledTask[P, R_co]):
             return Raised(parking.put_back(self.app, delivery))
 
     def _run(self, delivery: Delivery) -> Outcome:
-        request = self.request
-        known, token, claimed = begin_prepared(request)
+        known, token, claimed = begin_prepared(request := self.request)
         if known is not None:
             return known
         runtime = runtime_of(self.app)
@@ -228,7 +227,8 @@ class IdempotentTask(ControlledTask[P, R_co]):
                 outcome = run(runtime, delivery, policy, self._body, answer, self._new_attempt, token, claimed)
             finally:
                 request.attempt = None
-            note_end(request, outcome)
+            if token is not None:  # by a batch
+                note_end(request, outcome)
             if not (isinstance(outcome, Release) and delivery.is_eager):
                 return outcome
             if outcome.give_back and outcome.cause is not None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from celery import Celery
+from kombu.message import Message as BrokerMessage
 from sqlalchemy import Connection, Engine, create_engine, make_url, text
 from sqlalchemy.exc import DataError
 from sqlalchemy.orm import Session
@@ -501,14 +502,18 @@ def test_a_connection_that_breaks_as_a_message_is_answered_ends_no_worker(
 ) -> None:
     """A marker that is acknowledged, and a message that is refused: the broker delivers them again."""
 
-    def gone(*_: Any, **__: Any) -> None:
-        raise ConnectionResetError
+    class Gone(BrokerMessage):
+        def ack(self, multiple: bool = False) -> None:
+            raise ConnectionResetError
+
+        def reject(self, requeue: bool = False) -> None:
+            raise ConnectionResetError
 
     with bank.connection_for_read() as broker:
         errors = broker.connection_errors
     consumer = SimpleNamespace(app=bank, connection_errors=errors, create_task_handler=lambda: pytest.fail)
     guard = Guard(consumer)
-    message = SimpleNamespace(headers={MARKER_HEADER: "m"}, delivery_info={}, ack=gone, reject=gone)
+    message = Gone(body=b"", headers={MARKER_HEADER: "m"}, delivery_info={})
     consumer.create_task_handler()(message)
     guard._refuse(message, "invalid")
     assert caplog.text.count("event=not_answered error=ConnectionResetError") == 2

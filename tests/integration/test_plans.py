@@ -60,6 +60,12 @@ def test_the_end_of_a_batch_finds_its_records_by_key(bank: Celery) -> None:
     assert all("(key = " in each for each in conditions), plan
 
 
+def test_the_answers_of_a_batch_are_found_by_key(planned: Plan) -> None:
+    plan = planned(batches._COMPLETED, in_session=False)
+    (condition,) = [line for line in plan.splitlines() if "Index Cond" in line]
+    assert "(key = " in condition, plan
+
+
 @pytest.mark.parametrize(
     "statement",
     [recover.RECOVER.batch, recover.EXHAUST.find, recover._HOLDERS],

@@ -134,14 +134,19 @@ def eventually(is_so: Callable[[], bool]) -> bool:
     return True
 
 
-def test_what_has_failed_is_told_to_nobody_as_refunded_if_a_person_takes_it_for_another(shop: Shop) -> None:
-    """Two refunds in doubt; the one has been made, and has failed, as the provider has answered; then a person takes its id."""
-    order, charge = captured(shop)
+def two_in_doubt(shop: Shop, order: str) -> tuple[str, str]:
     one, two = refund(shop, order), refund(shop, order)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shop.provider, "refund", lost)
         for sent in [each for each in shop.waiting() if each.row.key in (one, two)]:
             shop.deliver(sent)
+    return one, two
+
+
+def test_what_has_failed_is_told_to_nobody_as_refunded_if_a_person_takes_it_for_another(shop: Shop) -> None:
+    """Two refunds in doubt; the one has been made, and has failed, as the provider has answered; then a person takes its id."""
+    order, charge = captured(shop)
+    one, two = two_in_doubt(shop, order)
     there = f"re_x{order}"  # is of `two`
     give_up(shop, one)
     with pytest.MonkeyPatch.context() as patch:
@@ -199,11 +204,7 @@ def test_a_second_charge_that_a_person_has_given_back_is_no_difference(shop: Sho
 def test_a_refund_whose_id_a_person_has_given_to_another_is_in_the_books_once(shop: Shop) -> None:
     """Nothing was made for `one`; `two` was. A person confuses them, and no command can mend it."""
     order, _ = captured(shop)
-    one, two = refund(shop, order), refund(shop, order)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shop.provider, "refund", lost)
-        for sent in [each for each in shop.waiting() if each.row.key in (one, two)]:
-            shop.deliver(sent)
+    one, two = two_in_doubt(shop, order)
     there = f"re_x{order}"
     made = Happened({"id": there, "amount": 400, "currency": "EUR", "status": "succeeded"})
     give_up(shop, one)

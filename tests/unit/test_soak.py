@@ -1,0 +1,40 @@
+"""What a soak calls a rise: beyond its error, and beyond what is a small part of the whole."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from benchmarks.soak import Series
+
+
+def measured(base: float, per_million: float, noise: float) -> Series:
+    chance, series = random.Random(7), Series("MiB")
+    for sample in range(1, 101):
+        series.add(sample * 10_000, base + per_million * sample / 100 + chance.uniform(-noise, noise))
+    return series
+
+
+@pytest.mark.parametrize(
+    ("base", "per_million", "noise", "rises"),
+    [
+        (100.0, 50.0, 5.0, True),
+        (100.0, 0.0, 5.0, False),
+        (100.0, 2.0, 0.1, False),  # beyond its error, and 1.3 of 100 in the time that is looked at
+        (100.0, -50.0, 5.0, False),
+        (0.0, 0.0, 0.0, False),
+    ],
+)
+def test_what_rises_is_told_from_what_is_flat(base: float, per_million: float, noise: float, rises: bool) -> None:
+    series = measured(base, per_million, noise)
+    assert series.rises() is rises
+    slope, error = series.slope()
+    assert slope == pytest.approx(per_million, abs=4 * error + 1e-9)
+
+
+def test_what_fills_up_in_the_beginning_does_not_rise() -> None:
+    series = Series("MiB")
+    for sample in range(1, 101):
+        series.add(sample * 10_000, min(sample, 30) * 10.0)
+    assert not series.rises()
