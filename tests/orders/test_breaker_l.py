@@ -89,3 +89,6 @@ def test_what_a_last_look_finds_to_be_another_refund_is_unknown_and_reserved_twi
     rest = refund(shop, order, 600)
     shop.run()
     assert row_of(shop, rest) == ("refused", "exceeds_captured")  # 600 are left, and cannot be refunded
+    shop.replay(one)  # what a person can do, if they guess it: the letter says `unfinished`
+    shop.run()
+    assert (row_of(shop, one), refunded(shop, order)) == (("refused", "refund_of_another"), 400)

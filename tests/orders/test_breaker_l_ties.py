@@ -34,11 +34,16 @@ def test_a_case_stays_for_ever_if_as_much_was_given_at_the_site_in_the_same_seco
     one = refund(shop, order, 1000)
     shop.run()
     with shop.books.begin() as connection:  # some days ago
-        connection.execute(text("UPDATE refunds SET created_at = created_at - interval '3 days' WHERE id = :id"), {"id": one})
+        connection.execute(
+            text("UPDATE refunds SET created_at = created_at - interval '3 days' WHERE id = :id"), {"id": one}
+        )
     second = datetime.now(UTC).replace(microsecond=0)
     failed = replace(of_refund(order, one, charge, "failed", there_of(shop, one), 1000), occurred_at=second)
     bare = replace(of_refund(order, None, charge, "succeeded", f"re_t{order}", 1000), payment_id=None)
-    assert settle(shop, failed, replace(bare, occurred_at=second + timedelta(seconds=seconds))) == ["applied", "applied"]
+    assert settle(shop, failed, replace(bare, occurred_at=second + timedelta(seconds=seconds))) == [
+        "applied",
+        "applied",
+    ]
     shop.run()
     assert (posted_net(shop, order), refunded(shop, order)) == (0, 1000)
     assert case(shop, order) == end
@@ -60,7 +65,9 @@ def test_a_refund_that_the_provider_does_not_know_is_another_letter_each_day(sho
     """The company has moved to another Stripe account; a refund at the site of the old one was pending."""
     order, charge = paid(shop)
     assert settle(shop, of_refund(order, None, charge, "pending", f"re_g{order}", 300)) == ["applied"]
-    letters = "SELECT count(*) FROM idempotency.dead_letters WHERE task = 'payments.ask_about_refund' AND status = 'open'"
+    letters = (
+        "SELECT count(*) FROM idempotency.dead_letters WHERE task = 'payments.ask_about_refund' AND status = 'open'"
+    )
     before = shop.one(letters)[0]
     for day in range(3):
         ask(shop)
