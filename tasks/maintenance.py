@@ -31,11 +31,17 @@ def purge() -> int:
 # A list of many charges takes longer than a payment.
 @app.task(name="maintenance.reconcile_provider", soft_time_limit=3 * 3600, time_limit=3 * 3600 + 60)
 def reconcile_provider() -> int:
-    """Compare the last month of the provider with the ledger, and ask about what is pending; returns how many objects differ."""
+    """Compare the last month of the provider with the ledger, and ask about what is pending; returns how many objects differ.
+
+    Raises `RuntimeError` at its end if questions had no answer: what they were about is compared the next day.
+    """
     until = datetime.now(UTC) - reconciliation.SETTLED_AFTER
     reconciliation.ask_about_pending(until)
     days = reconciliation.days_before(until, reconciliation.WINDOW / timedelta(days=1))
-    return sum(len(reconciliation.reconcile(since, end)) for since, end in days)
+    compared = [reconciliation.reconcile(since, end) for since, end in days]
+    if unanswered := [why for each in compared for why in each.unanswered]:
+        raise RuntimeError(f"{len(unanswered)} questions have no answer: {unanswered[0]}")
+    return sum(len(each.differences) for each in compared)
 
 
 @app.task(name="maintenance.alert")

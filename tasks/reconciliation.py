@@ -1,7 +1,8 @@
 """Reconciling: what the provider says it has moved, against our ledger; each difference is a dead letter that names both sides.
 
 Each difference has an operation that asks both sides again: a letter that is replayed after it was
-mended completes. `python -m tasks.reconciliation --days 7` shows the differences, and exits with 1 if there are any.
+mended completes. `python -m tasks.reconciliation --days 7` shows the differences, and exits with 1 if there are any, or
+with 2 if the provider has not answered everything.
 """
 
 from __future__ import annotations
@@ -16,20 +17,19 @@ from datetime import UTC, datetime, timedelta
 from hashlib import sha256
 from itertools import count
 from typing import Any, Literal, get_args
-from uuid import uuid4
 
 from rich.console import Console
 from rich.progress import track
 from sqlalchemy import TextClause, text
 from sqlalchemy.orm import Session
 
-from idempotency import CallRefused, IdempotentTask, OperationId, PermanentError
+from idempotency import CallRefused, Defer, IdempotentTask, OperationId, PermanentError
 from idempotency.application import runtime_of, settings_of
 from idempotency.store import operations
 from idempotency.wire import keys
 
 from . import app
-from .gateway import Moved
+from .gateway import GatewayError, Moved
 from .outside import gateway
 from .reports import STRIPE
 from .settlement import ask_about_refund
@@ -42,6 +42,9 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 SETTLED_AFTER = timedelta(hours=1)
 # Some refunds fail, and some bank debits succeed, weeks after they were made.
 WINDOW = timedelta(days=30)
+
+# The provider is away, asks for patience, or has failed.
+NO_ANSWER = (Defer, GatewayError)
 
 # What the ledger has of Stripe's charges and refunds, under the id that they have there.
 _OURS = {
@@ -103,22 +106,48 @@ class Difference:
         return f"{self.kind} {self.id} of {self.name or 'no payment of ours'}: the provider has {said}, the ledger {posted}"
 
 
-def differences(session: Session, since: datetime, until: datetime) -> Iterator[Difference]:
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """What a comparison has found. `unanswered`: why the provider has not answered; what these questions were about is open."""
+
+    differences: list[Difference]
+    unanswered: list[str]
+
+
+def compare(session: Session, since: datetime, until: datetime) -> Compared:
     """Compare what was moved in a time, both ways. No transaction is open while the provider is asked, nor afterwards.
 
-    Raises what the gateway raises.
+    What it does not answer about one object holds up no other.
     """
+    found: list[Difference] = []
+    unanswered: list[str] = []
     for kind in KINDS:
-        listed = {moved.id: moved for moved in _moved(kind, since, until)}
-        found = [_compare(session, kind, id, moved) for id, moved in listed.items()]
+        try:
+            listed = {moved.id: moved for moved in _moved(kind, since, until)}
+        except NO_ANSWER as error:
+            unanswered.append(f"list of {kind}s: {error}")
+            continue
         ours = session.execute(_OF_TIME[kind], {"since": since, "until": until})
-        unlisted = {row.id: row for row in ours if row.id not in listed}
+        unlisted = [row.id for row in ours if row.id not in listed]
+        differing = [_compare(session, kind, id, moved) for id, moved in listed.items()]
         session.rollback()
-        # created here in this time, and there perhaps later
-        there = {id: _look_up(kind, id) for id in unlisted}
-        found += [_compare(session, kind, id, moved) for id, moved in there.items()]
-        session.rollback()
-        yield from (each for each in found if each is not None and not _is_given_back(each))
+        for question in [*(each for each in differing if each is not None), *unlisted]:
+            try:
+                # what was created here in this time, and there perhaps later
+                each = question if isinstance(question, Difference) else _ask(session, kind, question)
+                if each is not None and not _is_given_back(each):
+                    found.append(each)
+            except NO_ANSWER as error:
+                unanswered.append(f"{kind}: {error}")
+    return Compared(found, unanswered)
+
+
+def _ask(session: Session, kind: Kind, id: str) -> Difference | None:
+    """Ask both sides about one object."""
+    moved = _look_up(kind, id)  # before the transaction begins
+    found = _compare(session, kind, id, moved)
+    session.rollback()
+    return found
 
 
 def _is_given_back(difference: Difference) -> bool:
@@ -175,36 +204,36 @@ def _look_up(kind: Kind, id: str) -> Moved | None:
 @app.task(base=IdempotentTask, bind=True, name="payments.check_difference", key="{difference}")
 def check_difference(self: IdempotentTask, difference: str, kind: Kind, id: str, name: str | None) -> dict[str, Any]:
     """Ask both sides about one object again. Fails, and so leaves a dead letter, for as long as they differ. `name`: for its reader."""
-    moved = _look_up(kind, id)  # before the transaction begins
-    found = _compare(self.session, kind, id, moved)
-    self.session.rollback()
+    found = _ask(self.session, kind, id)
     if found is not None and not _is_given_back(found):
         raise PermanentError(str(found), "ledger_differs")
     return {"agrees": True}
 
 
-def reconcile(since: datetime, until: datetime) -> list[Difference]:
+def reconcile(since: datetime, until: datetime) -> Compared:
     """Compare, and enqueue an operation for each difference: the same one again is the same operation."""
     with Session(runtime_of(app).engine) as session:
-        found = list(differences(session, since, until))
-    for each in found:
+        compared = compare(session, since, until)
+    for each in compared.differences:
         with Session(runtime_of(app).engine) as session, session.begin():
             about = {"kind": each.kind, "id": each.id, "name": each.name}
             tenant = _known_tenant(each.tenant)
-            check_difference.enqueue(session, difference=_key(session, each, tenant), **about, tenant=tenant)
-    return found
+            key = _free_key(session, check_difference.name, tenant, _name_of(each))
+            check_difference.enqueue(session, difference=key, **about, tenant=tenant)
+    return compared
 
 
 def ask_about_pending(until: datetime) -> int:
     """Have the provider asked about each refund that was made at its site before, and of which no webhook has told the end.
 
-    Returns how many.
+    Returns how many. What it has refused to say is a dead letter, and is asked no more until a person replays that.
     """
     with Session(runtime_of(app).engine) as session:
         pending = session.execute(_PENDING_AT_SITE, {"until": until}).all()
     for row in pending:
         with Session(runtime_of(app).engine) as session, session.begin():
-            ask_about_refund.enqueue(session, refund_id=row.id, tenant=row.tenant, idempotency_key=str(uuid4()))
+            key = _free_key(session, ask_about_refund.name, row.tenant, _in_key(row.id))
+            ask_about_refund.enqueue(session, refund_id=row.id, tenant=row.tenant, idempotency_key=key)
     return len(pending)
 
 
@@ -227,15 +256,21 @@ def _is_key(given: str) -> bool:
     return True
 
 
-def _key(session: Session, difference: Difference, tenant: str) -> str:
-    """One key for as long as a difference lasts; one that was mended and has come back has another."""
+def _name_of(difference: Difference) -> str:
+    """One name for as long as a difference lasts."""
     sides = sha256(json.dumps([difference.provider, difference.ledger]).encode()).hexdigest()[:12]
-    of_object = difference.id if _is_key(difference.id) else sha256(difference.id.encode()).hexdigest()[:32]
-    name = f"{difference.kind}:{of_object[:200]}:{sides}"
+    return f"{difference.kind}:{_in_key(difference.id)}:{sides}"
+
+
+def _in_key(id: str) -> str:
+    return (id if _is_key(id) else sha256(id.encode()).hexdigest()[:32])[:200]
+
+
+def _free_key(session: Session, task: str, tenant: str, name: str) -> str:
+    """A key of this name under which nothing has completed: what has failed or is under way is the same operation."""
     for number in count(1):
         key = name if number == 1 else f"{name}:{number}"
-        id = OperationId(tenant, check_difference.name, key)
-        known = operations.lookup(session.connection(), id, settings_of(app).service)
+        known = operations.lookup(session.connection(), OperationId(tenant, task, key), settings_of(app).service)
         if known is None or known.status != "completed":
             return key
     raise AssertionError
@@ -256,15 +291,22 @@ def main(arguments: list[str] | None = None) -> int:
     until = datetime.now(UTC) - SETTLED_AFTER
     console = Console(stderr=True)
     found: list[Difference] = []
+    unanswered: list[str] = []
     ask_about_pending(until)
     for since, end in track(days_before(until, given.days), "days compared", console=console, disable=given.json):
-        found += reconcile(since, end)
+        compared = reconcile(since, end)
+        found += compared.differences
+        unanswered += compared.unanswered
+    if unanswered:
+        console.print(
+            f"{len(unanswered)} questions have no answer, and what they were about is not compared: {unanswered[0]}"
+        )
     if given.json:
         print(json.dumps([asdict(each) for each in found], indent=1))  # noqa: T201
-        return 1 if found else 0
+        return 1 if found else 2 if unanswered else 0
     if not found:
-        Console().print("The provider and the ledger agree.")
-        return 0
+        Console().print("What was compared agrees." if unanswered else "The provider and the ledger agree.")
+        return 2 if unanswered else 0
     columns = ("what", "tenant", "at the provider", "ours", "provider has", "ledger has")
     rows = [(each.kind, each.tenant, each.id, each.name, each.provider, each.ledger) for each in found]
     print_table(*columns, rows=[[cell or "–" for cell in row] for row in rows])

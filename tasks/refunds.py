@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
@@ -54,6 +54,8 @@ OF_ANOTHER = "refund_of_another"
 MADE = ("refunded", "reversed")
 # Of a refund whose money has moved, will move or may have moved: `payments.refunded` is the sum of their amounts.
 COUNTED = ("reserved", "unknown", "refunded")
+# Of a refund that may have been made, and of which it is not known yet.
+UNDECIDED = ("pending", "reserved", "unknown")
 # Seconds. A pending payment usually ends within seconds; asking more often would only load the queues.
 PENDING_PAUSE = 2.0
 
@@ -151,17 +153,18 @@ def refund_failed(session: Session, operation: Operation, error: PermanentError)
     failed = _refund_failed(error)
     if failed is not None and payment is not None:
         note_failure(session, refund, payment, failed.id, failed.code, failed.effect_key)
-        taken = _other_refund(session, refund, failed.id)
-        if taken is not None and (taken.payment_id, taken.status) == (payment.id, "refunded"):
-            _reverse_as_known(session, taken, payment, failed.code)  # a person has taken it for that one
+        taken = _other_refund(session, refund, failed.id)  # by a person, or by a report without our name
+        if taken is not None and taken.payment_id == payment.id:
+            fail(session, taken, payment, failed.code, at=_known_failure(session, taken, payment, failed.id))
     if refund.status in MADE:
         # Reported as made, and the provider itself says by now that it has failed. A person's word does not undo its report,
         # nor does what became of another call.
         if refund.status == "refunded" and failed is not None and _is_of_call(session, refund, failed):
             assert payment is not None
-            _reverse_as_known(session, refund, payment, REFUSED_AFTERWARDS)
+            at = _known_failure(session, refund, payment, refund.provider_refund_id)
+            fail(session, refund, payment, REFUSED_AFTERWARDS, at=at)
         return
-    is_another = getattr(error.__cause__, "code", None) == OF_ANOTHER
+    is_another = _is_answered_by_another(session, refund, operation)
     if isinstance(error, EffectUnknown | Unfinished) and not is_another:
         if payment is not None and fits(refund, payment):
             move(refund, payment, "unknown")
@@ -172,11 +175,30 @@ def refund_failed(session: Session, operation: Operation, error: PermanentError)
         tell_if_owed(session, refund, payment, error.code)
 
 
-def _reverse_as_known(session: Session, refund: Refund, payment: Payment, code: str) -> None:
-    """Reverse a refund that has failed, at the time that its provider has reported, if it has."""
-    assert refund.provider_refund_id is not None
-    known = failure_of(session, payment.charge_id, refund.provider_refund_id, tenant=refund.tenant)
-    reverse(session, refund, code, at=None if known is None else known.occurred_at)
+def fail(session: Session, refund: Refund, payment: Payment, code: str, *, at: datetime | None) -> None:
+    """Note that a locked refund which the provider has accepted has failed, at this time; None: now.
+
+    Of what was written down as made at its site and was not decided, nothing is reserved any more: no task carries it out.
+    """
+    if refund.status == "refunded":
+        reverse(session, refund, code, at=at)
+    elif refund.is_at_site and refund.status in UNDECIDED:
+        refuse(session, refund, payment, code)
+        tell_if_owed(session, refund, payment, code)
+
+
+def _known_failure(session: Session, refund: Refund, payment: Payment, id: str | None) -> datetime | None:
+    """When a refund has failed by the provider's report, if it has told that."""
+    known = failure_of(session, payment.charge_id, id or "", tenant=refund.tenant)
+    return None if known is None else known.occurred_at
+
+
+def _is_answered_by_another(session: Session, refund: Refund, operation: Operation) -> bool:
+    """Whether what the provider has answered is another refund in our books, however the operation has come to its end."""
+    answer = operation.effects.get("refund")
+    if answer is None or answer.state != "happened":
+        return False
+    return _other_refund(session, refund, answer.result["id"]) is not None
 
 
 def _refund_failed(error: BaseException | None) -> RefundFailed | None:
@@ -216,15 +238,20 @@ def is_owed(session: Session, payment: Payment) -> bool:
 def is_owed_again(session: Session, payment: Payment) -> bool:
     """Whether more of a payment came back than has been given back since."""
     of_payment = select(Refund).filter_by(tenant=payment.tenant, payment_id=payment.id)
-    changes: list[tuple[datetime, int]] = []
-    for refund in session.scalars(of_payment.where(Refund.status.in_(MADE))).all():
-        changes.append((refund.created_at, -refund.amount))
-        if refund.status == "reversed":
-            failed_at = max(refund.failed_at or refund.created_at, refund.created_at)
-            changes.append((failed_at + timedelta(microseconds=1), refund.amount))
+    made = session.scalars(of_payment.where(Refund.status.in_(MADE))).all()
+    if sum(refund.amount for refund in made if refund.status == "refunded") >= payment.amount:
+        return False  # also what was requested before, and is made since
+    # Of one moment, as the provider's seconds are: what has failed at once, what has come back, what was given.
+    changes: list[tuple[datetime, int, int]] = []
+    for refund in made:
+        failed_at = (
+            None if refund.status == "refunded" else max(refund.failed_at or refund.created_at, refund.created_at)
+        )
+        changes.append((refund.created_at, 0 if failed_at == refund.created_at else 2, -refund.amount))
+        if failed_at is not None:
+            changes.append((failed_at, 1, refund.amount))
     owed = 0
-    # of one moment, first what has come back
-    for _, change in sorted(changes, key=lambda each: (each[0], -each[1])):
+    for _, _, change in sorted(changes):
         owed = max(0, owed + change)
     return owed > 0
 

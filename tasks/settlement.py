@@ -33,7 +33,7 @@ from .models import Dispute, Order, Payment, PaymentEvent, Refund
 from .once import insert_unless_there
 from .outside import gateway
 from .payments import CAPTURE, capture_payment, mark_captured, mark_failed
-from .refunds import MADE, at_site, fits, mark_refunded, move, refund_payment, refuse, reverse, tell_if_owed
+from .refunds import MADE, UNDECIDED, at_site, fail, fits, mark_refunded, move, refund_payment
 from .reported import SETTLE_WAITING, failure_of
 from .reports import DISPUTE_ENDED, FAILED, REFUND_FAILED, STRIPE, SUCCEEDED, Report
 
@@ -44,8 +44,6 @@ WAIT_SECONDS = 2
 
 # The reason of a refund that no request of ours has asked for.
 AT_THE_SITE = "made at the provider"
-# Of refunds that may have been made, and of which it is not known yet.
-UNDECIDED = ("pending", "reserved", "unknown")
 
 Settled = Literal["applied", "duplicate", "waiting"]
 
@@ -242,12 +240,7 @@ def _refund(session: Session, payment: Payment, report: Report) -> bool:
     if refund.is_at_site:  # reports come in any order
         refund.created_at = min(refund.created_at, report.occurred_at)
     if report.state in REFUND_FAILED:
-        if refund.status == "refunded":
-            reverse(session, refund, report.code or report.state, at=report.occurred_at)
-        elif refund.is_at_site and refund.status in UNDECIDED:  # no task carries it out
-            code = report.code or report.state
-            refuse(session, refund, payment, code)
-            tell_if_owed(session, refund, payment, code)
+        fail(session, refund, payment, report.code or report.state, at=report.occurred_at)
     elif report.state == SUCCEEDED or refund.is_at_site:
         if payment.status != "captured" or not (refund.status in MADE or fits(refund, payment)):
             return False

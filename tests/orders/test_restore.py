@@ -126,4 +126,4 @@ def differences(shop: Shop) -> list[Any]:
 
     now = datetime.now(UTC)
     with shop.operating(RELAY):
-        return reconciliation.reconcile(now - timedelta(days=1), now + timedelta(minutes=1))
+        return reconciliation.reconcile(now - timedelta(days=1), now + timedelta(minutes=1)).differences
