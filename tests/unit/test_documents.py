@@ -75,4 +75,4 @@ def test_the_page_of_settings_names_every_setting() -> None:
 
 
 def test_the_readme_is_for_the_first_hour() -> None:
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 300, "what is for later has a page in docs/"
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150, "what is for later has a page in docs/"
