@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from email.message import Message
 from functools import cache
-from ipaddress import ip_address
+from ipaddress import IPv6Address, ip_address
 from typing import Any
 
 import httpx
@@ -280,11 +280,24 @@ def webhook_url(url: str) -> None:
     connection.putheader("Host", target.authority)
 
 
+def _canonical(host: str) -> str:
+    """An IPv6 address in its one short form: a client connects to the same one however it is written."""
+    try:
+        return str(IPv6Address(host))
+    except ValueError:
+        return host
+
+
 def _read_alike(text: str, target: Target) -> None:
     try:
         read = httpx.URL(text)
         # `raw_host` is what it would connect to
-        seen = (read.scheme, read.raw_host.decode().strip("[]").rstrip("."), read.port or 443, read.userinfo)
+        seen = (
+            read.scheme,
+            _canonical(read.raw_host.decode().strip("[]").rstrip(".")),
+            read.port or 443,
+            read.userinfo,
+        )
     except (httpx.InvalidURL, UnicodeError, ValueError):
         assert text != target.url, "httpx refuses what we would post to"
     else:
@@ -294,8 +307,7 @@ def _read_alike(text: str, target: Target) -> None:
     except urllib3.exceptions.LocationParseError:
         assert text != target.url, "urllib3 refuses what we would post to"
         return
-    host = (parts.host or "").strip("[]").rstrip(".")
-    host = str(ip_address(host)) if ":" in host else host
+    host = _canonical((parts.host or "").strip("[]").rstrip("."))
     assert (parts.scheme, host, parts.port or 443, parts.auth) == ("https", target.host, target.port, None), (
         f"urllib3 would connect to {host}:{parts.port}"
     )
