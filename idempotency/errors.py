@@ -34,6 +34,7 @@
     ├── OperationBusy               another attempt holds the operation (eager calls); not ended in time (Handle)
     ├── OperationFailed             a duplicate of a failed operation
     ├── ResultErased                a duplicate of an operation whose data was erased
+    ├── ResultUnreadable            a compressed result that was altered
     ├── OperationNotFound
     ├── UnknownVersion              written by newer code: left to processes that can read it
     ├── AddressRefused              a webhook may not be sent there
@@ -159,7 +160,7 @@ class Unfinished(PermanentError):
 class StoredRefusal(PermanentError):
     """Raise this from an effect for a refusal that the provider stores and replays under the idempotency key.
 
-    It applies to an earlier call under that key, too, whose reply was lost. Any other `PermanentError` does not.
+    It applies to an earlier call under that key, too, whose reply was lost; any other `PermanentError` does not.
     """
 
     default_code = "stored_refusal"
@@ -187,8 +188,7 @@ class CallFailed(PermanentError):
     """A task that a saga has called has failed; `code` and the message are those of the failure."""
 
     default_code = "call_failed"
-    # Whether that was a refusal by a provider or by the application's own code.
-    is_declined = False
+    is_declined = False  # whether that was a refusal by a provider or by the application's own code
 
 
 class UnsupportedControl(PermanentError):
@@ -205,8 +205,7 @@ class Defer(IdempotencyError):
 
     def __init__(self, seconds: float, reason: str) -> None:
         super().__init__(seconds, reason)
-        self.seconds = seconds
-        self.reason = reason
+        self.seconds, self.reason = seconds, reason
 
     def __str__(self) -> str:
         return self.reason
@@ -219,8 +218,8 @@ class NotSent(Defer):
 class Undecided(Defer):
     """Raise this from an effect, or from its `reconcile`, when the provider has accepted the call and decides later.
 
-    The effect stays open and is not called again: `reconcile` is asked after `seconds`, and at once after `Handle.wake`.
-    That uses up neither attempts nor `defer_budget`, however long the provider takes.
+    The effect stays open, and is not called again: `reconcile` is asked after `seconds`, and at once after `Handle.wake`,
+    without using up attempts or `defer_budget`.
     """
 
 
@@ -283,6 +282,10 @@ class ResultErased(IdempotencyError):
     """The operation was carried out once, and its data has been erased since; it never runs again."""
 
 
+class ResultUnreadable(IdempotencyError):
+    """The operation was carried out, and this process cannot read its stored result; it never runs again."""
+
+
 class OperationNotFound(IdempotencyError):
     """No operation has this key, no dead letter this number, or no operator this name."""
 
@@ -323,10 +326,7 @@ class MailRefused(IdempotencyError):
     """The report could not be mailed; the message says why and never contains a password."""
 
 
-# ---------------------------------------------------------------- internal: never reaches a task or its caller
-
-
-class Unanswered(Exception):
+class Unanswered(Exception):  # internal, as all below
     """Postgres did not answer within the time this delivery may wait; the cause is the last error."""
 
 

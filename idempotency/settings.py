@@ -193,6 +193,8 @@ class Settings(BaseModel):
 
     # Pass references rather than documents. RabbitMQ accepts messages of up to 16 MiB by default.
     result_limit: int = Field(256 * 1024, gt=0)
+    # Longer results are compressed, if the extra `zstd` is installed: then install it in whatever reads results. None: never.
+    compress_results_above: int | None = Field(64 * 1024, ge=1024)
     arguments_limit: int = Field(1024 * 1024, gt=0)
 
     # The most that a hung Redis may cost: it is there only to save a round trip.

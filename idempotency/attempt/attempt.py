@@ -189,7 +189,7 @@ class Attempt:
         if names := self.passed_over("done"):
             raise Unfinished(f"effect {names}: happened in an earlier attempt, and this one did not come to it")
         settings, retention = self.runtime.settings, self.policy.retention_completed
-        text = results.to_text(result, limit=settings.result_limit)
+        text = results.to_text(result, limit=settings.result_limit, compress_above=settings.compress_results_above)
         self.before_end()
         self.writes.finish(
             lambda c: ends.complete(

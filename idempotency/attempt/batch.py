@@ -289,7 +289,10 @@ class _Batch:
                 if session.tells_of_commit:
                     attempt.leave()
                 result = self._body(place, attempt)
-                stored = results.to_text(result, limit=self._runtime.settings.result_limit)
+                settings = self._runtime.settings
+                stored = results.to_text(
+                    result, limit=settings.result_limit, compress_above=settings.compress_results_above
+                )
                 session.flush()
             finally:
                 attempt.has_rolled_back = getattr(driver, "rollbacks", 0) != rollbacks

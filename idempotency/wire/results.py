@@ -1,29 +1,68 @@
-"""A result as stored text, which every duplicate gets byte for byte."""
+"""A result as stored text, which every duplicate gets byte for byte. A long one is compressed."""
 
 from __future__ import annotations
 
+import base64
 from typing import Any
 
-from ..errors import InvalidResult, ResultErased
+from ..errors import InvalidResult, ResultErased, ResultUnreadable
+from ..extras import extra
 from . import encoding
 
 # In the place of a result that was erased: JSON that `to_text` never makes, and that older code reads as null.
 ERASED = " null"
+# Before a compressed one. No JSON begins so: code that does not know it fails, and takes it for no value.
+COMPRESSED = "zstd:"
+# Bytes that a compressed one may have. It is read by processes whose `result_limit` is another than its writer's.
+LONGEST = 64 * 1024 * 1024
+# What SQL looks into stays as it is.
+_REPLACEMENT = '{"idempotency-replace'
 
 
-def to_text(value: Any, *, limit: int, what: str = "result") -> str:
-    """Encode a value as JSON like Celery's results. Raises `InvalidResult`, which names the type or the size."""
+def to_text(value: Any, *, limit: int, what: str = "result", compress_above: int | None = None) -> str:
+    """Encode a value as JSON like Celery's results. Raises `InvalidResult`, which names the type or the size.
+
+    `limit` and `compress_above` are in bytes. What is longer than the latter is compressed, if the extra `zstd` is installed.
+    """
     try:
         text = encoding.dumps(value, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidResult(f"{what}: must be JSON, got {type(value).__name__} ({type(error).__name__})") from None
     if len(text) > limit:
         raise InvalidResult(f"{what}: at most {limit} bytes, got {len(text)}")
-    return text
+    if compress_above is None or len(text) <= compress_above or text.startswith(_REPLACEMENT):
+        return text
+    return _compressed(text)
 
 
 def from_text(text: str) -> Any:
-    """Decode a stored value. Raises `ResultErased`."""
+    """Decode a stored value. Raises `ResultErased`, `MissingExtra`, and `ResultUnreadable` for what `to_text` has not written."""
     if text == ERASED:
         raise ResultErased("the operation was carried out once; its data has been erased since")
-    return encoding.loads(text)
+    return encoding.loads(plain(text))
+
+
+def plain(text: str) -> str:
+    """The JSON of a stored value, as it was before it was compressed. Raises `MissingExtra` and `ResultUnreadable`."""
+    if not text.startswith(COMPRESSED):
+        return text
+    with extra("zstd"):
+        import zstandard
+    try:
+        packed = base64.b64decode(text[len(COMPRESSED) :], validate=True)
+        # The header is asked first: decompressing allocates what it says.
+        size = zstandard.get_frame_parameters(packed).content_size
+        if size <= LONGEST:
+            return zstandard.ZstdDecompressor().decompress(packed).decode()
+    except (ValueError, zstandard.ZstdError) as error:
+        raise ResultUnreadable(f"result: compressed, and cannot be read ({type(error).__name__})") from None
+    raise ResultUnreadable(f"result: compressed, at most {LONGEST} bytes, got {size}")
+
+
+def _compressed(text: str) -> str:
+    try:
+        import zstandard
+    except ModuleNotFoundError:
+        return text
+    packed = zstandard.ZstdCompressor(write_checksum=True).compress(text.encode())
+    return COMPRESSED + base64.b64encode(packed).decode()
