@@ -32,6 +32,14 @@ SAGA_PHASES = {
     "S3": "said that it is undone, COMMIT not sent",
 }
 
+BATCH_PHASES = {
+    "B0": "a batch that commits each: the first in its body, the others claimed",
+    "B1": "the first committed, before its ack, the others claimed",
+    "B2": "a batch that commits together: all written, COMMIT not sent",
+    "B3": "COMMIT sent, reply not received",
+    "B4": "committed, before the acks",
+}
+
 LEGEND = {
     "R": "redelivered, claimed again with a higher fence, runs, one commit",
     "R+": "the same while the stale attempt still exists; what it writes matches no row",
@@ -188,6 +196,14 @@ _SAGA_ROWS = {
     "F18": ("retry / failed", "–", "retry / failed", "–"),
 }
 
+# The columns are B0–B4, the letters those of all three operations.
+_BATCH_ROWS = {
+    "F1": ("R,S", "D or R,S", "R,S", "D", "D"),
+    "F2": ("R,S", "D or R,S", "R,S", "D", "D"),
+    "F3": ("R+", "D or R+", "R", "–", "D"),
+    "F13": ("–", "–", "–", "U", "–"),
+}
+
 _PAIRS = {
     "F3@P2+F9": ("a worker frozen in the body, and Redis empty", "R+"),
     "F3@P4+F12": ("a worker frozen before COMMIT, and Postgres killed", "R"),
@@ -276,11 +292,18 @@ CELLS = (
         for fault, row in _SAGA_ROWS.items()
         for phase, expected in zip(SAGA_PHASES, row, strict=True)
     }
+    | {
+        (fault, phase): _cell(fault, phase, expected)
+        for fault, row in _BATCH_ROWS.items()
+        for phase, expected in zip(BATCH_PHASES, row, strict=True)
+    }
     | {(pair, ""): _cell(pair, "", expected) for pair, (_, expected) in _PAIRS.items()}
 )
 
 # The faults of the second table.
 OF_SAGAS = tuple(_SAGA_ROWS)
+# And of the third.
+OF_BATCHES = tuple(_BATCH_ROWS)
 PAIRS = {pair: title for pair, (title, _) in _PAIRS.items()}
 
 

@@ -11,7 +11,20 @@ import pytest
 from rich import box
 from rich.table import Table
 
-from tests.faults.cells import ALSO, CELLS, LEGEND, NO_EFFECT, OF_SAGAS, PAIRS, PHASES, SAGA_PHASES, TITLES, Cell
+from tests.faults.cells import (
+    ALSO,
+    BATCH_PHASES,
+    CELLS,
+    LEGEND,
+    NO_EFFECT,
+    OF_BATCHES,
+    OF_SAGAS,
+    PAIRS,
+    PHASES,
+    SAGA_PHASES,
+    TITLES,
+    Cell,
+)
 from tests.faults.conftest import SAW, VERSIONS
 
 # As against a cell that has no effect by its nature and needs no test.
@@ -121,6 +134,11 @@ def table(collected: Collector) -> Table:
         words = [collected.word(CELLS[fault, phase]) for phase in SAGA_PHASES]
         matrix.add_row(fault, TITLES[fault], *(_coloured(word) for word in words))
     matrix.add_section()
+    matrix.add_row("batches", "", *BATCH_PHASES, style="bold")
+    for fault in OF_BATCHES:
+        words = [collected.word(CELLS[fault, phase]) for phase in BATCH_PHASES]
+        matrix.add_row(fault, TITLES[fault], *(_coloured(word) for word in words))
+    matrix.add_section()
     for pair, title in PAIRS.items():
         matrix.add_row(pair, title, _coloured(collected.word(CELLS[pair, ""])))
     return matrix
@@ -160,11 +178,17 @@ def markdown(collected: Collector) -> str:
     for fault in OF_SAGAS:
         words = (collected.word(CELLS[fault, phase]) for phase in SAGA_PHASES)
         lines.append(f"| **{fault}** {TITLES[fault]} | " + " | ".join(words) + " |")
+    lines += ["", "| in a batch | " + " | ".join(BATCH_PHASES) + " |", "|---|" + "---|" * len(BATCH_PHASES)]
+    for fault in OF_BATCHES:
+        words = (collected.word(CELLS[fault, phase]) for phase in BATCH_PHASES)
+        lines.append(f"| **{fault}** {TITLES[fault]} | " + " | ".join(words) + " |")
     lines += ["", "| two faults at once | |", "|---|---|"]
     lines += [f"| **{pair}** {title} | {collected.word(CELLS[pair, ''])} |" for pair, title in PAIRS.items()]
     lines += [
         "",
-        "Phases: " + " · ".join(f"**{phase}** {title}" for phase, title in (PHASES | SAGA_PHASES).items()) + ".",
+        "Phases: "
+        + " · ".join(f"**{phase}** {title}" for phase, title in (PHASES | SAGA_PHASES | BATCH_PHASES).items())
+        + ".",
     ]
     legend = LEGEND | {SHOWN_NO_EFFECT: "no effect, and a test shows it"}
     lines += ["", "Outcomes: " + " · ".join(f"**{letter}** {meaning}" for letter, meaning in legend.items()) + "."]

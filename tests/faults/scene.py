@@ -50,6 +50,11 @@ POINTS = {
     "S1": "saga.waiting",
     "S2": "wait.decided",
     "S3": "saga.compensating",
+    "B0": "body.entered",
+    "B1": "finish.committed",
+    "B2": "finish.written",
+    "B3": "finish.written",
+    "B4": "finish.committed",
 }
 # Bounds a failure; a success does not wait for it.
 PATIENCE = 60.0
