@@ -165,3 +165,31 @@ def test_a_difference_that_comes_back_after_its_letter_was_discarded_is_told_nob
         assert a_month_later(shop, servers, task, key) == 1
     letters = "SELECT count(*) FROM idempotency.dead_letters WHERE task = :task AND key LIKE :key"
     assert shop.one(letters, task=task, key=key)[0] == 0
+
+
+def test_a_real_difference_whose_check_met_an_outage_is_told_nobody_once_that_letter_is_discarded(
+    shop: Shop, gateway: Any, servers: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The letter says `attempts_exhausted` and an error 500, and nothing of a difference. The difference lasts, and has no letter ever."""
+    order, charge = paid(shop)
+    task, key = "payments.check_difference", f"charge:{charge}:%"
+    with shop.books.begin() as connection:
+        connection.execute(text("UPDATE ledger SET amount = 1 WHERE payment_id = :id"), {"id": order})
+
+    def away(id: str) -> Any:
+        raise GatewayError("the payment provider failed: 500")
+
+    assert charge in found(shop)
+    with monkeypatch.context() as patch:
+        patch.setattr(gateway, "charge", away)
+        shop.run()
+    query = "SELECT reason, last_error FROM idempotency.dead_letters WHERE task = :task AND key LIKE :key AND status = 'open'"
+    letter = shop.one(query, task=task, key=key)
+    assert (letter.reason, "ledger" in letter.last_error) == ("attempts_exhausted", False)
+    discard_by_two(shop, task, key)
+    for _ in range(2):
+        assert found(shop)[charge] == ("1000 EUR", "1 EUR")  # 999 are missing in the ledger
+        shop.run()
+        assert a_month_later(shop, servers, task, key) == 1
+    letters = "SELECT count(*) FROM idempotency.dead_letters WHERE task = :task AND key LIKE :key"
+    assert shop.one(letters, task=task, key=key)[0] == 0
