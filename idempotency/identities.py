@@ -136,8 +136,8 @@ def _of_file(people: dict[str, Known], token: str) -> tuple[str, Role]:
 def _of_company(settings: Settings, token: str) -> tuple[str, Role]:
     with extra("oidc"):
         import jwt
-    if len(token) > TOKEN_LIMIT:
-        raise NotAuthenticated(f"an ID token has at most {TOKEN_LIMIT} characters")
+    if len(token) > TOKEN_LIMIT or not token.isascii():
+        raise NotAuthenticated(f"an ID token has at most {TOKEN_LIMIT} characters, all of ASCII")
     try:
         believed: dict[str, Any] = jwt.decode_complete(
             token,

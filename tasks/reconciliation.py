@@ -25,19 +25,22 @@ from sqlalchemy.orm import Session
 
 from idempotency import CallRefused, Defer, IdempotentTask, OperationId, PermanentError
 from idempotency.application import runtime_of, settings_of
-from idempotency.store import operations
+from idempotency.store import dead_letters, operations
+from idempotency.store.answers import error_fields
 from idempotency.wire import keys
 
 from . import app
 from .gateway import GatewayError, Moved
 from .outside import gateway
 from .reports import STRIPE
-from .settlement import ask_about_refund
+from .settlement import NOT_THERE, ask_about_refund
 from .tenants import DEFAULT
 
 Kind = Literal["charge", "refund"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
+# Why the operation of a difference fails.
+DIFFERS = "ledger_differs"
 # What is younger may still be on its way to our ledger: the longest that an operation takes which is not in doubt.
 SETTLED_AFTER = timedelta(hours=1)
 # Some refunds fail, and some bank debits succeed, weeks after they were made.
@@ -206,7 +209,7 @@ def check_difference(self: IdempotentTask, difference: str, kind: Kind, id: str,
     """Ask both sides about one object again. Fails, and so leaves a dead letter, for as long as they differ. `name`: for its reader."""
     found = _ask(self.session, kind, id)
     if found is not None and not _is_given_back(found):
-        raise PermanentError(str(found), "ledger_differs")
+        raise PermanentError(str(found), DIFFERS)
     return {"agrees": True}
 
 
@@ -218,7 +221,7 @@ def reconcile(since: datetime, until: datetime) -> Compared:
         with Session(runtime_of(app).engine) as session, session.begin():
             about = {"kind": each.kind, "id": each.id, "name": each.name}
             tenant = _known_tenant(each.tenant)
-            key = _free_key(session, check_difference.name, tenant, _name_of(each))
+            key = _free_key(session, check_difference.name, tenant, _name_of(each), told=DIFFERS)
             check_difference.enqueue(session, difference=key, **about, tenant=tenant)
     return compared
 
@@ -226,13 +229,13 @@ def reconcile(since: datetime, until: datetime) -> Compared:
 def ask_about_pending(until: datetime) -> int:
     """Have the provider asked about each refund that was made at its site before, and of which no webhook has told the end.
 
-    Returns how many. What it has refused to say is a dead letter, and is asked no more until a person replays that.
+    Returns how many. One that the provider does not know is a dead letter, and is asked about no more while that is open.
     """
     with Session(runtime_of(app).engine) as session:
         pending = session.execute(_PENDING_AT_SITE, {"until": until}).all()
     for row in pending:
         with Session(runtime_of(app).engine) as session, session.begin():
-            key = _free_key(session, ask_about_refund.name, row.tenant, _in_key(row.id))
+            key = _free_key(session, ask_about_refund.name, row.tenant, _in_key(row.id), told=NOT_THERE)
             ask_about_refund.enqueue(session, refund_id=row.id, tenant=row.tenant, idempotency_key=key)
     return len(pending)
 
@@ -266,13 +269,22 @@ def _in_key(id: str) -> str:
     return (id if _is_key(id) else sha256(id.encode()).hexdigest()[:32])[:200]
 
 
-def _free_key(session: Session, task: str, tenant: str, name: str) -> str:
-    """A key of this name under which nothing has completed: what has failed or is under way is the same operation."""
+def _free_key(session: Session, task: str, tenant: str, name: str, *, told: str) -> str:
+    """A key of this name, under which an operation is under way, or has failed with `told` and a person has its letter.
+
+    One that has completed, or whose letter says something else or was discarded, tells nobody: the next has another key.
+    """
     for number in count(1):
-        key = name if number == 1 else f"{name}:{number}"
-        known = operations.lookup(session.connection(), OperationId(tenant, task, key), settings_of(app).service)
-        if known is None or known.status != "completed":
-            return key
+        id = OperationId(tenant, task, name if number == 1 else f"{name}:{number}")
+        known = operations.lookup(session.connection(), id, settings_of(app).service)
+        if known is None or known.status not in ("completed", "failed"):
+            return id.key
+        if (
+            known.error
+            and error_fields(known.error)["code"] == told
+            and dead_letters.open_letter(session.connection(), id) is not None
+        ):
+            return id.key
     raise AssertionError
 
 

@@ -196,9 +196,9 @@ def _known_failure(session: Session, refund: Refund, payment: Payment, id: str |
 def _is_answered_by_another(session: Session, refund: Refund, operation: Operation) -> bool:
     """Whether what the provider has answered is another refund in our books, however the operation has come to its end."""
     answer = operation.effects.get("refund")
-    if answer is None or answer.state != "happened":
-        return False
-    return _other_refund(session, refund, answer.result["id"]) is not None
+    # of a person who has typed it without the task, it may be anything
+    id = answer.result.get("id") if answer is not None and isinstance(answer.result, dict) else None
+    return isinstance(id, str) and _other_refund(session, refund, id) is not None
 
 
 def _refund_failed(error: BaseException | None) -> RefundFailed | None:

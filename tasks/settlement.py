@@ -22,13 +22,12 @@ from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.exc import DataError, IntegrityError
 from sqlalchemy.orm import Session
 
-from idempotency import Handle, IdempotentTask, OperationId
+from idempotency import Handle, IdempotentTask, OperationId, PermanentError
 from idempotency.application import settings_of
 from idempotency.observe.logs import log
 from idempotency.store import operations
 
 from . import app, orders
-from .gateway import GatewayError
 from .models import Dispute, Order, Payment, PaymentEvent, Refund
 from .once import insert_unless_there
 from .outside import gateway
@@ -42,6 +41,8 @@ LOCK_SECONDS = 30
 # Seconds for which another report waits for it: those of other charges wait behind it.
 WAIT_SECONDS = 2
 
+# Why a question about a refund fails.
+NOT_THERE = "refund_not_there"
 # The reason of a refund that no request of ours has asked for.
 AT_THE_SITE = "made at the provider"
 
@@ -176,8 +177,9 @@ def ask_about_refund(self: IdempotentTask, refund_id: str) -> str:
 
     found = gateway.state_of_refund(there)
     if found is None:
-        raise GatewayError(
-            f"refund {there}: reported before, but the provider has none; is this the API key of another account?"
+        raise PermanentError(
+            f"refund {there}: reported before, but the provider has none; is this the API key of another account?",
+            NOT_THERE,
         )
     state, code = found
     answer: dict[str, Any] = {"event_id": f"answer-{there}-{state}", "type": "answer", "occurred_at": datetime.now(UTC)}

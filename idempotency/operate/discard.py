@@ -71,6 +71,8 @@ def approve(connection: Connection, person: Person, letter: int) -> None:
             f"dead letter {letter}: {asked.requested_by!r} asked for it, so another admin has to approve"
         )
     id, record = _operation_to_discard(connection, letter, row)
+    if webhook is None and id is not None and record is None and row.reason == "unpublishable":
+        _check_not_forgotten(connection, letter, id)
     discards.discard(connection, letter)
     if webhook is not None:
         webhook_letters.give_up(connection, webhook.id)
@@ -109,6 +111,15 @@ def _operation_to_discard(connection: Connection, letter: int, row: Row[Any]) ->
             "or cancel the operation first"
         )
     return id, record
+
+
+def _check_not_forgotten(connection: Connection, letter: int, id: OperationId) -> None:
+    """Raise `DiscardRefused` if this letter is all that is left of an accepted operation: its `on_failed` would never run."""
+    if operations.is_unpublishable(connection, id):
+        raise DiscardRefused(
+            f"dead letter {letter}: the operation has not begun and nothing else will deliver it; replay the letter, or "
+            "cancel the operation first"
+        )
 
 
 def _check_no_open_effect(letter: Row[Any], record: Any) -> None:

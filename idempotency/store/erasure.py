@@ -15,7 +15,6 @@ from sqlalchemy import Connection
 from ..wire.keys import OperationId
 from ..wire.results import ERASED
 from .record import ROW, named
-from .sweeps import RECORD_ID
 
 # What takes the place of a text that has to be there.
 GONE = "erased"
@@ -160,8 +159,7 @@ UPDATE idempotency.outbox SET message = '', settled_at = coalesce(settled_at, cl
 WHERE {ROW}
 """
 _ERASE_SET_ASIDE = f"""
-UPDATE idempotency.set_aside SET error = %(gone)s WHERE tenant = %(tenant)s AND id = (
-    SELECT {RECORD_ID} FROM (SELECT %(tenant)s::text AS tenant, %(task)s::text AS task, %(key)s::text AS key) r)
+UPDATE idempotency.set_aside SET error = %(gone)s WHERE {ROW}
 """
 _ERASE_WEBHOOKS = f"UPDATE idempotency.webhook_deliveries SET body = '' WHERE {_DELIVERIES}"
 _ERASE_RECORD = f"""

@@ -19,7 +19,7 @@ from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from ..observe import metrics
 from ..observe.logs import log
-from .statements import READ_ONLY
+from .statements import READ_ONLY, describe
 
 # Rows per statement. Short transactions keep others from waiting.
 BATCH = 500
@@ -175,15 +175,13 @@ def _single(connection: Connection, sweep: Sweep, parameters: Mapping[str, Any],
 
 
 def _set_aside(connection: Connection, sweep: str, row: Row[Any], error: Exception) -> None:
-    primary = getattr(getattr(getattr(error, "orig", None), "diag", None), "message_primary", None)
-    kind = type(getattr(error, "orig", None) or error).__name__
     fields = {
         "sweep": sweep,
         "id": row.row_id,
         "tenant": row.tenant,
         "task": row.task,
         "key": row.key,
-        "error": f"{kind}: {primary}" if primary else kind,
+        "error": describe(error),
         "first": FIRST_PAUSE,
         "longest": LONGEST_PAUSE,
     }

@@ -250,3 +250,37 @@ def test_a_letter_whose_task_is_in_its_headers_alone_is_in_the_way_and_erased(
     connection.execute(text("UPDATE idempotency.dead_letters SET status = 'discarded', closed_at = now()"))
     erase(bank, id, ASKED)
     assert holding(connection.engine, CANARY) == set()
+
+
+# An application's own trigger: it keeps a number of each message that goes. That of one customer is no number.
+ARCHIVE = """
+CREATE FUNCTION archive() RETURNS trigger LANGUAGE plpgsql AS $$
+BEGIN
+    PERFORM (((OLD.message::json ->> 'body')::json -> 0) ->> 1)::int;
+    RETURN OLD;
+END $$;
+CREATE TRIGGER archive BEFORE DELETE ON idempotency.outbox FOR EACH ROW EXECUTE FUNCTION archive();
+"""
+
+
+def test_what_a_row_was_set_aside_for_quotes_no_data_and_is_erased(
+    bank: Celery, deliveries: Deliveries, connection: Connection, greet: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    carry_out(connection, deliveries, greet, "p1")
+    connection.execute(
+        text(
+            "UPDATE idempotency.outbox SET status = 'published', published_at = now() - interval '99 d', "
+            "settled_at = now() - interval '99 d'"
+        )
+    )
+    connection.exec_driver_sql(ARCHIVE)
+    try:
+        maintenance.purge_once(bank, limit=1000)
+    finally:
+        connection.exec_driver_sql("DROP TRIGGER archive ON idempotency.outbox; DROP FUNCTION archive()")
+    (row,) = connection.execute(text("SELECT sweep, error FROM idempotency.set_aside")).all()
+    assert "invalid input syntax for type integer" in row.error
+    assert CANARY not in row.error + caplog.text
+    erase(bank, op.operation(greet, "p1"), ASKED)
+    (after,) = connection.execute(text("SELECT sweep, error FROM idempotency.set_aside")).all()
+    assert (after.sweep, "integer" in after.error) == (row.sweep, False)

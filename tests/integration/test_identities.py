@@ -281,6 +281,7 @@ WRONG: dict[str, Any] = {
     "signed with what is shared": (lambda: id_token(b"s" * 32, "HS256", **ADMIN), "InvalidAlgorithmError"),
     "no token": (lambda: "ik_a_b", "DecodeError"),
     "too long": (lambda: "x" * 20_000, "at most 16384 characters"),
+    "not UTF-8": (lambda: "x.\udcff.y", "all of ASCII"),
 }
 
 
