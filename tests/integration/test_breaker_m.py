@@ -13,13 +13,15 @@ from billiard.exceptions import SoftTimeLimitExceeded
 from celery import Celery
 from celery.app.trace import trace_task_ret
 from sqlalchemy import Engine, text
+from sqlalchemy.exc import OperationalError
 
 from idempotency import IdempotentTask
 from idempotency.application import runtime_of
 from idempotency.relay.relay import Relay
+from idempotency.store import batches
 from idempotency.worker import batch
 from idempotency.worker.batch import run_batch
-from tests.integration.test_batch_each import each, many
+from tests.integration.test_batch_each import each, many, put_one
 from tests.integration.test_batch_neighbours import accounts, put, states
 from tests.support import bank as b
 from tests.support import queues
@@ -102,3 +104,37 @@ def test_a_soft_limit_that_comes_while_claims_are_given_back_keeps_the_others_he
     run_batch(lambda *call: trace_task_ret(*call, app=bank), task.name, [again], None)
     assert states(engine)[left[0]] == "failed"  # its one attempt is used up
     assert left[0] not in accounts(engine)
+
+
+def test_a_claim_whose_answer_was_lost_is_not_given_back_at_the_end_of_its_batch(
+    bank: Celery, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The connection breaks once the claims are made; then the process exits, or nine tenths of the limit are over."""
+    claim_new = batches.claim_new
+
+    def lost(*given: Any, **options: Any) -> Any:
+        claim_new(*given, **options)
+        monkeypatch.undo()
+        raise OperationalError("claim", {}, Exception("the connection is lost"))
+
+    monkeypatch.setattr(batches, "claim_new", lost)
+    task = each(bank, put_one, max_attempts=1)
+    messages = many(bank, task)
+    bank.finalize()
+    bank.set_current()
+
+    def slow(*call: Any) -> Any:
+        traced = trace_task_ret(*call, app=bank)
+        time.sleep(1.0)
+        return traced
+
+    results = run_batch(slow, task.name, messages, 1.0)
+    assert [each is None for each in results] == [False, True, True]
+    assert states(engine) == {"e0": "completed", "e1": "started", "e2": "started"}  # not given back
+    with engine.begin() as connection:
+        connection.execute(text("UPDATE idempotency.records SET locked_until = now() - interval '1 s' WHERE status = 'started'"))
+    for each_ in messages[1:]:
+        each_[1]["delivery_info"]["redelivered"] = True
+        run_batch(lambda *call: trace_task_ret(*call, app=bank), task.name, [each_], None)
+    assert states(engine) == {"e0": "completed", "e1": "failed", "e2": "failed"}  # never entered
+    assert accounts(engine) == {"e0": [1]}
