@@ -29,8 +29,8 @@ from ..framework import Framework, framework
 from ..observe import metrics
 from ..observe.crash_points import crash_point
 from ..observe.logs import log
-from ..store import batches
-from ..store.answers import Claimed, Completed
+from ..store import batches, operations
+from ..store.answers import Claimed, Completed, claim_of
 from ..store.connections import act_for
 from ..store.statements import describe, execute
 from ..wire import results
@@ -60,6 +60,8 @@ class Answer:
     completed: Completed | None = None
     # It is claimed, and the heartbeat renews this until it is run or given up.
     holding: Holding | None = None
+    # It may be claimed: the claiming statement had no answer.
+    is_in_doubt: bool = False
 
     @property
     def outcome(self) -> Finished | Completed | None:
@@ -146,14 +148,13 @@ def claim_together(runtime: Runtime, deliveries: Sequence[Delivery]) -> list[Ans
     claimed alone.
     """
     tokens = [secrets.token_hex(16) for _ in deliveries]
-    claims: dict[str, Claimed] = {}
-    completed: dict[str, Completed] = {}
     try:
         claims, completed = _claim_or_answer(runtime, deliveries, tokens)
     except SoftTimeLimitExceeded:
         raise
     except Exception as error:
         log.warning("batch_not_claimed", task=deliveries[0].id.task, many=len(deliveries), error=describe(error))
+        return [Answer(token, is_in_doubt=True) for token in tokens]
     return [
         Answer(token, completed=completed.get(delivery.id.key), holding=_held(runtime, claims.get(delivery.id.key)))
         for token, delivery in zip(tokens, deliveries, strict=True)
@@ -170,13 +171,23 @@ def _held(runtime: Runtime, claim: Claimed | None) -> Holding | None:
 
 def give_back(runtime: Runtime, delivery: Delivery, policy: Policy, answer: Answer) -> None:
     """Give back a claim under which nothing has run, and do not count it: its message comes again."""
-    if (claim := answer.claim) is None:
+    claim = _claim_under(runtime, delivery, answer.token) if answer.is_in_doubt else answer.claim
+    if claim is None:
         return
     attempt = Attempt(runtime, claim, delivery, policy)
     try:
         _release(attempt)
     finally:
         attempt.close()
+
+
+def _claim_under(runtime: Runtime, delivery: Delivery, token: str) -> Claimed | None:
+    """The claim under a token whose statement had no answer, if it was made. None also if Postgres does not say."""
+    with suppress(DBAPIError, PoolTimeout), runtime.autocommit(delivery.id.tenant) as connection:
+        record = operations.read_locked(connection, delivery.id)
+        if record is not None and (record.status, record.token) == ("started", token):
+            return claim_of(delivery.id, record)
+    return None
 
 
 def _release(attempt: Attempt) -> None:

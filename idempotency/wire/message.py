@@ -92,8 +92,10 @@ _FIELDS = {
     "properties": (dict, "an object"),
 }
 _EMBEDDED = ("callbacks", "errbacks", "chain", "chord")
+# The methods of Celery's `Context`, of which each header becomes an attribute.
+_METHODS = ("as_execution_options", "clear", "get", "update", "_filter_x_death_headers", "_get_custom_headers")
 # Where these are among the headers, a worker takes them for its own: no sender of Celery puts them there.
-MISPLACED = (*_EMBEDDED, "called_directly", "is_eager", "taskset")
+MISPLACED = (*_EMBEDDED, *_METHODS, "called_directly", "is_eager", "taskset")
 # RabbitMQ gives a message to the routing keys in these headers, too, whatever its publisher has a right to.
 COPIES = ("CC", "BCC")
 # What a caller may not give as a header, and all that is read of Celery's where it is signed alone.

@@ -102,6 +102,9 @@ def run_batch(
                 results.append(traced)
     finally:
         for _, request, _ in decoded:
+            with suppress(SoftTimeLimitExceeded):  # raised once for a job
+                _let_go(task, request)
+                continue
             _let_go(task, request)
     results += [None] * (len(calls) - len(results))
     if left := results.count(None):
@@ -135,12 +138,19 @@ def _traced(
 
 def _let_go(task: IdempotentTask[..., Any], request: dict[str, Any]) -> None:
     """Give back the claim of a message whose body was not entered, and renew none any more."""
-    if not isinstance(prepared := request.get(PREPARED), Prepared) or prepared.answer.holding is None:
+    if not isinstance(prepared := request.get(PREPARED), Prepared):
         return
-    runtime = runtime_of(task.app)
-    if not prepared.has_begun:
-        give_back(runtime, prepared.delivery, Policy.of(task, runtime.settings), prepared.answer)
-    runtime.heartbeat.drop(prepared.answer.holding)
+    runtime, answer = runtime_of(task.app), prepared.answer
+    try:
+        if not prepared.has_begun:
+            give_back(runtime, prepared.delivery, Policy.of(task, runtime.settings), answer)
+    except Exception as error:
+        if isinstance(error, SoftTimeLimitExceeded):
+            raise
+        log.exception("claim_not_given_back", task=task.name, key=prepared.delivery.id.key)
+    finally:
+        if answer.holding is not None:
+            runtime.heartbeat.drop(answer.holding)
 
 
 def _decoded(body: Any, content_type: str | None, encoding: str | None, accept: Any) -> Any:

@@ -17,6 +17,7 @@ from ..attempt.session import AttemptSession
 from ..errors import IdempotencyError, PermanentError
 from ..handle import R_co
 from .calls import KeyedTask
+from .deliveries import attempt_of
 from .using import P
 
 Q = ParamSpec("Q")
@@ -85,11 +86,11 @@ class RunningTask(KeyedTask[P, R_co], Generic[P, R_co]):
 
     @property
     def _is_running(self) -> bool:
-        return getattr(self.request, "attempt", None) is not None
+        return attempt_of(self.request) is not None
 
     @property
     def _attempt(self) -> Attempt:
-        attempt: Attempt | None = getattr(self.request, "attempt", None)
+        attempt = attempt_of(self.request)
         if attempt is None:
             raise IdempotencyError(f"{self.name}: session, effect and step exist only while the task runs")
         return attempt

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from celery.utils.time import maybe_iso8601, maybe_make_aware
 
 from ..application import runtime_of
+from ..attempt.attempt import Attempt
 from ..attempt.runtime import Runtime
 from ..errors import FingerprintMismatch, PermanentError, ServiceMismatch
 from ..store import claims, letters
@@ -19,6 +20,12 @@ from ..wire.signing import claimed_at
 
 if TYPE_CHECKING:
     from .calls import KeyedTask
+
+
+def attempt_of(request: Any) -> Attempt | None:
+    """The attempt whose body this request is for at the moment. A header of that name is only text."""
+    attempt = getattr(request, "attempt", None)
+    return attempt if isinstance(attempt, Attempt) else None
 
 
 def delivery_of(task: KeyedTask, request: Any) -> Delivery:

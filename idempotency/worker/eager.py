@@ -19,11 +19,11 @@ from psycopg.pq import TransactionStatus
 from sqlalchemy import URL, event
 from sqlalchemy.pool import ConnectionPoolEntry, Pool
 
-from ..attempt.attempt import Attempt
 from ..attempt.runtime import Runtime
 from ..errors import CallRefused
 from ..handle import Handle
 from ..wire.keys import OperationId
+from .deliveries import attempt_of
 
 # A thread and, in an event loop, its task.
 Taker: TypeAlias = tuple[int, "asyncio.Task[Any] | None"]
@@ -57,7 +57,7 @@ def check_no_transaction(runtime: Runtime) -> None:
 
 def check_may_begin(app: Celery, id: OperationId) -> None:
     """Raise what the calling body's operation ends with, if this is its last look: that begins no other operation."""
-    caller: Attempt | None = getattr(current_task.request, "attempt", None) if current_task else None
+    caller = attempt_of(current_task.request) if current_task else None
     if caller is None or caller.ends_as is None:
         return
     stored = Handle(app, id).lookup()

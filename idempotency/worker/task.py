@@ -62,7 +62,7 @@ from . import following, hooks, parking
 from .batch import begin_prepared, note_end, prepared_for
 from .censored import hide_secrets
 from .control import ControlledTask, is_replacement
-from .deliveries import as_accepted, delivery_of, is_anothers, is_under_another, store_refusal
+from .deliveries import as_accepted, attempt_of, delivery_of, is_anothers, is_under_another, store_refusal
 from .errbacks import run_as_errback
 from .options import check_values
 from .using import P
@@ -179,7 +179,7 @@ class IdempotentTask(ControlledTask[P, R_co]):
     def _enter(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> R_co:
         """A call from outside the body: a delivery, or an eager call under its key."""
         request = self.request
-        if request.called_directly or getattr(request, "attempt", None) is not None:
+        if request.called_directly or attempt_of(request) is not None:
             # A plain call is protected like any other, in a body, too: it runs in this process, under its key.
             if args and isinstance(args[0], Context):
                 return cast(R_co, self._run_as_errback(args, kwargs))

@@ -10,12 +10,17 @@ import pytest
 from billiard.exceptions import SoftTimeLimitExceeded
 from celery import Celery
 from celery.app.task import Context
+from celery.app.trace import trace_task_ret
 from celery.concurrency.gevent import TaskPool
 from gevent import GreenletExit
 from sqlalchemy import Engine, text
+from sqlalchemy.exc import OperationalError
 
 from idempotency import IdempotentTask
 from idempotency.application import runtime_of
+from idempotency.attempt.batch import give_back
+from idempotency.store import batches
+from idempotency.worker import batch
 from idempotency.worker.batch import run_batch
 from idempotency.worker.batching import _Job
 from idempotency.worker.revocation import revoke_terminated
@@ -115,6 +120,63 @@ def test_what_is_terminated_among_greenlets_ends_and_the_others_come_again(bank:
     run(bank, task, *messages[1:])
     assert entered == ["e0", "e2"]
     assert states(engine) == {"e0": "released", "e1": "failed", "e2": "completed"}
+
+
+def test_a_limit_that_comes_while_claims_are_given_back_leaves_none_held(
+    bank: Celery, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first body ends just before the limit; the pool's signal comes while the claims of the rest are given back."""
+    given_back: list[str] = []
+
+    def body(self: IdempotentTask, account: str) -> None:
+        put(self, account)
+        time.sleep(0.95)
+
+    def interrupted(*given: Any) -> None:
+        given_back.append(given[1].id.key)
+        if len(given_back) == 1:
+            raise SoftTimeLimitExceeded  # as the pool raises it
+        if len(given_back) == 4:
+            raise ValueError("a defect")
+        give_back(*given)
+
+    monkeypatch.setattr(batch, "give_back", interrupted)
+    task = each(bank, body, max_attempts=1)
+    bank.finalize()
+    bank.set_current()
+    traced = run_batch(lambda *call: trace_task_ret(*call, app=bank), task.name, many(bank, task, 6), 1.0)
+    assert [result is None for result in traced] == [False, *[True] * 5]
+    assert given_back == ["e1", "e1", "e2", "e3", "e4", "e5"]
+    assert states(engine) == {"e0": "completed", "e3": "started"} | dict.fromkeys(("e1", "e2", "e4", "e5"), "released")
+    assert not runtime_of(bank).heartbeat._holdings  # what could not be given back is renewed no more
+
+
+def test_a_claim_whose_answer_was_lost_is_given_back_at_the_end_of_its_batch(
+    bank: Celery, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The connection breaks once the claims are made; then nine tenths of the limit are over."""
+    claim_new = batches.claim_new
+
+    def lost(*given: Any, **options: Any) -> Any:
+        claim_new(*given, **options)
+        monkeypatch.undo()
+        raise OperationalError("claim", {}, Exception("the connection is lost"))
+
+    def slow(*call: Any) -> Any:
+        traced = trace_task_ret(*call, app=bank)
+        time.sleep(1.0)
+        return traced
+
+    monkeypatch.setattr(batches, "claim_new", lost)
+    task = each(bank, put_one, max_attempts=1)
+    messages = many(bank, task)
+    bank.finalize()
+    bank.set_current()
+    assert [each is None for each in run_batch(slow, task.name, messages, 1.0)] == [False, True, True]
+    assert states(engine) == {"e0": "completed", "e1": "released", "e2": "released"}
+    run(bank, task, *messages[1:])
+    assert states(engine) == dict.fromkeys(("e0", "e1", "e2"), "completed")
+    assert accounts(engine) == {"e0": [1], "e1": [1], "e2": [1]}
 
 
 class Request:

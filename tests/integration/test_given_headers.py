@@ -9,6 +9,7 @@ from typing import Any
 import kombu
 import pytest
 from celery import Celery
+from celery.app.task import Context
 from sqlalchemy import Engine, text
 
 from idempotency.application import close_runtime
@@ -17,13 +18,15 @@ from idempotency.errors import InvalidArguments
 from idempotency.letters.examine import examine
 from idempotency.queues import dead_letter_queues
 from idempotency.relay.relay import Relay
+from idempotency.wire.message import MISPLACED
 from tests.support import bank as b
 from tests.support import queues
+from tests.support.processes import Processes, eventually
 from tests.support.tasks import transactional
 
 OF_CELERY, OF_RABBITMQ = "is a field of Celery's message", "has RabbitMQ copy the message"
 DECIDING = {
-    **dict.fromkeys(["task", "chain", "chord", "taskset", "called_directly"], OF_CELERY),
+    **dict.fromkeys(["task", "chain", "chord", "taskset", "called_directly", "get"], OF_CELERY),
     **dict.fromkeys(["CC", "BCC"], OF_RABBITMQ),
 }
 
@@ -94,3 +97,26 @@ def test_a_plain_tasks_header_counts_only_where_its_body_lacks_the_name(
         close_runtime(bank)
         bank.conf.idempotency_message_secrets = ""
         bank.tasks.pop("plain")
+
+
+@pytest.mark.parametrize("way", ["delay", "enqueue"])
+def test_a_header_of_a_callers_own_is_no_attribute_of_ours(
+    bank: Celery, engine: Engine, relay: Relay, processes: Processes, entries: Callable[[str], int], way: str
+) -> None:
+    """Celery makes each header an attribute of its request, where ours are, too."""
+    given = {"attempt": "2", "asked": "no", "prepared": "yes"}
+    if way == "enqueue":
+        with transactional(engine).begin() as caller:
+            b.deposit.enqueue(caller, "mine", headers=given)
+        relay.run_once()
+    else:
+        b.deposit.apply_async(("mine",), headers=given)
+    worker = processes.worker("--concurrency", "1")
+    eventually(lambda: entries("mine") == 1, what=worker.log)
+    with engine.connect() as connection:
+        assert connection.execute(text("SELECT status FROM idempotency.records")).scalars().all() == ["completed"]
+
+
+def test_the_methods_of_celerys_context_are_no_headers() -> None:
+    own = {name for name, value in vars(Context).items() if callable(value) and not name.startswith("__")}
+    assert own <= set(MISPLACED)
