@@ -207,12 +207,13 @@ def approve_discards(
     as_json: JsonOption = False,
 ) -> None:
     """Discard what another operator has asked to discard. Needs the role admin. Your token: IDEMPOTENCY_TOKEN."""
-    runtime = runtime_of(application(app))
+    celery = application(app)
+    runtime = runtime_of(celery)
     person = authenticate(runtime, operators_token(), role="admin", action="approve", letter=_single(ids))
 
     def approve(letter: int) -> dict[str, Any]:
         with runtime.engine.begin() as connection:
-            discard.approve(connection, person, letter)
+            discard.approve(connection, person, letter, app=celery)
         return _named(letter, "discarded", None)
 
     check_service(runtime, ids, service)

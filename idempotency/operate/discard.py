@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from celery import Celery
 from sqlalchemy import Connection, Row
 
 from ..attempt import conclusions
@@ -39,11 +40,12 @@ def request(connection: Connection, person: Person, letter: int, reason: str, *,
     audit(connection, change, "discard_requested", id, record, details=said)
 
 
-def approve(connection: Connection, person: Person, letter: int) -> None:
+def approve(connection: Connection, person: Person, letter: int, *, app: Celery | None = None) -> None:
     """Discard a dead letter that another person has asked to discard; its operation can be purged from now on.
 
     One transaction, which the caller commits. Raises `OperationNotFound`, `NotAllowed`, and `DiscardRefused`, also
-    while the operation is running, and while only a replay would bring it to its end.
+    while the operation is running, and while only a replay would bring it to its end; with `app`, also for an accepted
+    operation that has not begun, if its task has an `on_failed` to tell.
     """
     if person.role != "admin":
         raise NotAllowed(f"approve: needs the role admin, {person.name!r} is {person.role}")
@@ -71,8 +73,8 @@ def approve(connection: Connection, person: Person, letter: int) -> None:
             f"dead letter {letter}: {asked.requested_by!r} asked for it, so another admin has to approve"
         )
     id, record = _operation_to_discard(connection, letter, row)
-    if webhook is None and id is not None and record is None and row.reason == "unpublishable":
-        _check_not_forgotten(connection, letter, id)
+    if app is not None and webhook is None and id is not None and record is None and row.reason == "unpublishable":
+        _check_not_forgotten(app, connection, letter, id)
     discards.discard(connection, letter)
     if webhook is not None:
         webhook_letters.give_up(connection, webhook.id)
@@ -113,9 +115,10 @@ def _operation_to_discard(connection: Connection, letter: int, row: Row[Any]) ->
     return id, record
 
 
-def _check_not_forgotten(connection: Connection, letter: int, id: OperationId) -> None:
-    """Raise `DiscardRefused` if this letter is all that is left of an accepted operation: its `on_failed` would never run."""
-    if operations.is_unpublishable(connection, id):
+def _check_not_forgotten(app: Celery, connection: Connection, letter: int, id: OperationId) -> None:
+    """Raise `DiscardRefused` if this letter is all that is left of an accepted operation, and its `on_failed` would never run."""
+    app.loader.import_default_modules()
+    if getattr(app.tasks.get(id.task), "on_failed", None) is not None and operations.is_unpublishable(connection, id):
         raise DiscardRefused(
             f"dead letter {letter}: the operation has not begun and nothing else will deliver it; replay the letter, or "
             "cancel the operation first"

@@ -44,7 +44,7 @@ def discard_by_two(shop: Shop, task: str, key: str) -> None:
                 connection, Person("ann", "operator"), letter, "the provider was away; asked again tomorrow"
             )
         with engine.begin() as connection:
-            discard.approve(connection, Person("ben", "admin"), letter)
+            discard.approve(connection, Person("ben", "admin"), letter, app=shop.app)
 
 
 AGED = (
