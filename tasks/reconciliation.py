@@ -132,25 +132,18 @@ def compare(session: Session, since: datetime, until: datetime) -> Compared:
             continue
         ours = session.execute(_OF_TIME[kind], {"since": since, "until": until})
         unlisted = [row.id for row in ours if row.id not in listed]
-        differing = [_compare(session, kind, id, moved) for id, moved in listed.items()]
         session.rollback()
-        for question in [*(each for each in differing if each is not None), *unlisted]:
+        for id in [*listed, *unlisted]:
             try:
                 # what was created here in this time, and there perhaps later
-                each = question if isinstance(question, Difference) else _ask(session, kind, question)
+                moved = listed[id] if id in listed else _look_up(kind, id)
+                each = _compare(session, kind, id, moved)
+                session.rollback()
                 if each is not None and not _is_given_back(each):
                     found.append(each)
             except NO_ANSWER as error:
                 unanswered.append(f"{kind}: {error}")
     return Compared(found, unanswered)
-
-
-def _ask(session: Session, kind: Kind, id: str) -> Difference | None:
-    """Ask both sides about one object."""
-    moved = _look_up(kind, id)  # before the transaction begins
-    found = _compare(session, kind, id, moved)
-    session.rollback()
-    return found
 
 
 def _is_given_back(difference: Difference) -> bool:
@@ -207,7 +200,9 @@ def _look_up(kind: Kind, id: str) -> Moved | None:
 @app.task(base=IdempotentTask, bind=True, name="payments.check_difference", key="{difference}")
 def check_difference(self: IdempotentTask, difference: str, kind: Kind, id: str, name: str | None) -> dict[str, Any]:
     """Ask both sides about one object again. Fails, and so leaves a dead letter, for as long as they differ. `name`: for its reader."""
-    found = _ask(self.session, kind, id)
+    moved = _look_up(kind, id)  # before the transaction begins
+    found = _compare(self.session, kind, id, moved)
+    self.session.rollback()
     if found is not None and not _is_given_back(found):
         raise PermanentError(str(found), DIFFERS)
     return {"agrees": True}
@@ -270,9 +265,9 @@ def _in_key(id: str) -> str:
 
 
 def _free_key(session: Session, task: str, tenant: str, name: str, *, told: str) -> str:
-    """A key of this name, under which an operation is under way, or has failed with `told` and a person has its letter.
+    """The key, made of this name, of the operation that is under way, or whose open letter says `told`; else one that is unused.
 
-    One that has completed, or whose letter says something else or was discarded, tells nobody: the next has another key.
+    An operation that has completed tells nobody, nor does one whose letter says something else, or was discarded.
     """
     for number in count(1):
         id = OperationId(tenant, task, name if number == 1 else f"{name}:{number}")

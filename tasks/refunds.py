@@ -244,11 +244,11 @@ def is_owed_again(session: Session, payment: Payment) -> bool:
     # Of one moment, as the provider's seconds are: what has failed at once, what has come back, what was given.
     changes: list[tuple[datetime, int, int]] = []
     for refund in made:
-        failed_at = (
-            None if refund.status == "refunded" else max(refund.failed_at or refund.created_at, refund.created_at)
-        )
-        changes.append((refund.created_at, 0 if failed_at == refund.created_at else 2, -refund.amount))
-        if failed_at is not None:
+        came_back = refund.status == "reversed"
+        failed_at = max(refund.failed_at or refund.created_at, refund.created_at)
+        is_at_once = came_back and failed_at == refund.created_at
+        changes.append((refund.created_at, 0 if is_at_once else 2, -refund.amount))
+        if came_back:
             changes.append((failed_at, 1, refund.amount))
     owed = 0
     for _, _, change in sorted(changes):

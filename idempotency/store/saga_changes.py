@@ -14,6 +14,7 @@ from sqlalchemy import Connection, Row
 
 from ..errors import ChangeRefused
 from ..wire.keys import OperationId
+from ..wire.results import REPLACED_BEGINS
 from . import dead_letters, sagas
 from .record import ROW, named
 
@@ -146,8 +147,8 @@ ORDER BY 1
 _IS_IN_DOUBT = """s.kind = 'call' AND s.state = 'failed'
     AND (starts_with(s.error, '{"code": "effect_unknown"') OR starts_with(s.error, '{"code": "unfinished"'))"""
 
-# What replaced a call may still run. As `results` writes it; see `worker.control`.
-_IS_REPLACED = "s.kind = 'call' AND s.state = 'done' AND starts_with(s.result, '{\"idempotency-replaced-by\":')"
+# What replaced a call may still run.
+_IS_REPLACED = f"s.kind = 'call' AND s.state = 'done' AND starts_with(s.result, '{REPLACED_BEGINS}')"
 
 # What an undo is of, by its name or by that of the undo, and how far the undo has come.
 _TO_UNDO = f"""

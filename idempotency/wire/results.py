@@ -15,8 +15,10 @@ ERASED = " null"
 COMPRESSED = "zstd:"
 # Bytes that a compressed one may have. It is read by processes whose `result_limit` is another than its writer's.
 LONGEST = 64 * 1024 * 1024
-# What SQL looks into stays as it is.
-_REPLACEMENT = '{"idempotency-replace'
+# The result of an operation that was replaced: its only member, with the signature of the replacement as JSON.
+REPLACED = "idempotency-replaced-by"
+# How SQL recognises it; so it is never compressed.
+REPLACED_BEGINS = f'{{"{REPLACED}":'
 
 
 def to_text(value: Any, *, limit: int, what: str = "result", compress_above: int | None = None) -> str:
@@ -30,7 +32,7 @@ def to_text(value: Any, *, limit: int, what: str = "result", compress_above: int
         raise InvalidResult(f"{what}: must be JSON, got {type(value).__name__} ({type(error).__name__})") from None
     if len(text) > limit:
         raise InvalidResult(f"{what}: at most {limit} bytes, got {len(text)}")
-    if compress_above is None or len(text) <= compress_above or text.startswith(_REPLACEMENT):
+    if compress_above is None or len(text) <= compress_above or text.startswith(REPLACED_BEGINS):
         return text
     return _compressed(text)
 

@@ -144,9 +144,9 @@ def _let_go(task: IdempotentTask[..., Any], request: dict[str, Any]) -> None:
     try:
         if not prepared.has_begun:
             give_back(runtime, prepared.delivery, Policy.of(task, runtime.settings), answer)
-    except Exception as error:
-        if isinstance(error, SoftTimeLimitExceeded):
-            raise
+    except SoftTimeLimitExceeded:
+        raise
+    except Exception:
         log.exception("claim_not_given_back", task=task.name, key=prepared.delivery.id.key)
     finally:
         if answer.holding is not None:

@@ -36,8 +36,6 @@ from .calls import KeyedTask
 from .following import first_of
 from .using import P
 
-# The result of an operation that was replaced: its only member, with the signature of the replacement as JSON.
-REPLACED = "idempotency-replaced-by"
 # Wrong with the replacement or the application's settings, whatever the broker says: no such queue, no arguments that fit.
 NEVER_SENT = (CallRefused, ImproperlyConfigured, SerializationError, NotImplementedError, ValueError, TypeError,
               LookupError, AttributeError)  # fmt: skip
@@ -186,7 +184,7 @@ class ControlledTask(RunningTask[P, R_co], Generic[P, R_co]):
                 raise InvalidArguments(
                     "replace: by this operation itself, which has then ended; retry it, or give another key"
                 )
-        self.request.replacement = {REPLACED: plain}
+        self.request.replacement = {results.REPLACED: plain}
         raise Ignore("replaced")
 
     def _replacement(self) -> Any:
@@ -203,7 +201,7 @@ class ControlledTask(RunningTask[P, R_co], Generic[P, R_co]):
         if self.request.replaced_task_nesting >= LONGEST_REPLACEMENT:
             raise UnsupportedControl(f"replace: at most {LONGEST_REPLACEMENT} times in a row")
         try:
-            return super().replace(signature(result[REPLACED], app=self.app))
+            return super().replace(signature(result[results.REPLACED], app=self.app))
         except Ignore:
             raise
         except Exception as error:
@@ -231,4 +229,4 @@ def _check_retries(name: str, given: object) -> None:
 
 def is_replacement(result: Any) -> bool:
     """Whether this is the stored result of an operation that was replaced."""
-    return isinstance(result, dict) and result.keys() == {REPLACED}
+    return isinstance(result, dict) and result.keys() == {results.REPLACED}

@@ -195,10 +195,8 @@ def test_one_that_is_known_to_be_lost_asks_before_it_runs(
     assert accounts(engine) == {"e0": [1], "e2": [1]}
 
 
-def test_without_an_answer_to_the_claims_each_claims_alone(
-    bank: Celery, engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also if they were committed: under the same tokens they are claimed again, as the same attempts."""
+def lose_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The claims of the batches to come are made and committed, and then the connection breaks."""
     claim_new = batches.claim_new
 
     def lost(*args: Any, **kwargs: Any) -> Any:
@@ -206,6 +204,13 @@ def test_without_an_answer_to_the_claims_each_claims_alone(
         raise ConnectionError("the answer was lost")
 
     monkeypatch.setattr(batches, "claim_new", lost)
+
+
+def test_without_an_answer_to_the_claims_each_claims_alone(
+    bank: Celery, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if they were committed: under the same tokens they are claimed again, as the same attempts."""
+    lose_the_answer(monkeypatch)
     task = each(bank, put_one)
     run(bank, task, *many(bank, task))
     assert accounts(engine) == {"e0": [1], "e1": [1], "e2": [1]}

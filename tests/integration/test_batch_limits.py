@@ -14,17 +14,15 @@ from celery.app.trace import trace_task_ret
 from celery.concurrency.gevent import TaskPool
 from gevent import GreenletExit
 from sqlalchemy import Engine, text
-from sqlalchemy.exc import OperationalError
 
 from idempotency import IdempotentTask
 from idempotency.application import runtime_of
 from idempotency.attempt.batch import give_back
-from idempotency.store import batches
 from idempotency.worker import batch
 from idempotency.worker.batch import run_batch
 from idempotency.worker.batching import _Job
 from idempotency.worker.revocation import revoke_terminated
-from tests.integration.test_batch_each import each, many, put_one
+from tests.integration.test_batch_each import each, lose_the_answer, many, put_one
 from tests.integration.test_batch_neighbours import accounts, message, put, run, states
 from tests.support.bank import app
 from tests.support.processes import Processes, eventually
@@ -155,24 +153,19 @@ def test_a_claim_whose_answer_was_lost_is_given_back_at_the_end_of_its_batch(
     bank: Celery, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The connection breaks once the claims are made; then nine tenths of the limit are over."""
-    claim_new = batches.claim_new
-
-    def lost(*given: Any, **options: Any) -> Any:
-        claim_new(*given, **options)
-        monkeypatch.undo()
-        raise OperationalError("claim", {}, Exception("the connection is lost"))
 
     def slow(*call: Any) -> Any:
         traced = trace_task_ret(*call, app=bank)
         time.sleep(1.0)
         return traced
 
-    monkeypatch.setattr(batches, "claim_new", lost)
     task = each(bank, put_one, max_attempts=1)
     messages = many(bank, task)
     bank.finalize()
     bank.set_current()
-    assert [each is None for each in run_batch(slow, task.name, messages, 1.0)] == [False, True, True]
+    with monkeypatch.context() as patch:
+        lose_the_answer(patch)
+        assert [each is None for each in run_batch(slow, task.name, messages, 1.0)] == [False, True, True]
     assert states(engine) == {"e0": "completed", "e1": "released", "e2": "released"}
     run(bank, task, *messages[1:])
     assert states(engine) == dict.fromkeys(("e0", "e1", "e2"), "completed")

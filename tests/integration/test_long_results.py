@@ -82,8 +82,7 @@ def test_code_that_does_not_know_it_takes_it_for_no_value() -> None:
 
 
 def test_a_replacement_stays_readable_to_sql() -> None:
-    text_of = to_text({"idempotency-replacement": long_one()})
-    assert text_of.startswith('{"idempotency-replace')
+    assert to_text({results.REPLACED: long_one()}).startswith('{"idempotency-replaced-by":')
 
 
 def test_without_the_extra_nothing_is_compressed_and_a_compressed_one_says_what_is_missing(

@@ -9,17 +9,17 @@ from typing import Any
 import pytest
 from sqlalchemy import text
 
-from idempotency import Defer, DidNotHappen
+from idempotency import Defer
 from idempotency.operate.cancel import cancel
 from idempotency.store.rights import RELAY
 from sandbox.process import Sandbox
 from tests.orders.shop import Shop
 from tests.orders.test_reconciliation import paid
-from tests.orders.test_refunds_of_others import case, forget_refund, made_of, now, submit, there_of
+from tests.orders.test_refunds_of_others import case, forget_refund, now, submit, the_sites_and_ours, there_of
 from tests.orders.test_report_doubts import of_refund, posted_net
 from tests.orders.test_reported_and_typed import ask, eventually
 from tests.orders.test_reports import captured, operation, refund, settle
-from tests.orders.test_reserved import give_up, refunded, resolve, row_of, seen
+from tests.orders.test_reserved import refunded, row_of, seen
 from tests.orders.test_restore import configured
 from tests.support.operators import ANN
 from tests.support.sandbox import faults
@@ -46,23 +46,6 @@ def test_a_case_ends_as_all_of_the_payment_was_given_back_by_an_older_request(sh
     assert row_of(shop, two)[0] == "refunded"
     assert (posted_net(shop, order), refunded(shop, order)) == (0, 1000)  # all is with the buyer
     assert case(shop, order) == "recovered"
-
-
-def the_sites_and_ours(shop: Shop) -> tuple[str, str, str]:
-    """`one` was made by our call, whose answer was lost; a person ended it as not made; its bare report is written down as the
-    site's; the person corrects: it was made, as that. Its letter waits for a replay."""
-    order, charge = captured(shop)
-    one = refund(shop, order, 400)
-    shop.provider.silent.add(one)
-    there = f"id_{len(shop.provider._done)}"
-    shop.deliver(shop.waiting()[0])
-    give_up(shop, one)
-    resolve(shop, one, DidNotHappen(), end=True)
-    bare = replace(of_refund(order, None, charge, "succeeded", there, 400), payment_id=None)
-    assert settle(shop, bare) == ["applied"]
-    shop.run()
-    resolve(shop, one, made_of(there, 400))
-    return order, one, there
 
 
 def broken(*_: Any, **__: Any) -> Any:

@@ -51,6 +51,23 @@ def made_of(there: str, amount: int = 400) -> Happened:
     return Happened({"id": there, "amount": amount, "currency": "EUR", "status": "succeeded"})
 
 
+def the_sites_and_ours(shop: Shop, amount: int = 400) -> tuple[str, str, str]:
+    """A refund was made by our call, whose answer was lost; a person ended it as not made; its bare report is written down as
+    the site's; the person corrects: it was made, as that. Its letter waits for a replay."""
+    order, charge = captured(shop)
+    refund_id = refund(shop, order, amount)
+    shop.provider.silent.add(refund_id)
+    there = f"id_{len(shop.provider._done)}"
+    shop.deliver(shop.waiting()[0])
+    give_up(shop, refund_id)
+    resolve(shop, refund_id, DidNotHappen(), end=True)
+    bare = replace(of_refund(order, None, charge, "succeeded", there, amount), payment_id=None)
+    assert settle(shop, bare) == ["applied"]
+    shop.run()
+    resolve(shop, refund_id, made_of(there, amount))
+    return order, refund_id, there
+
+
 # ------------------------------------------------------------ cases
 
 
@@ -209,17 +226,7 @@ def test_a_whole_refund_requested_again_after_a_restore_is_not_made_again(
 
 def test_a_whole_refund_is_in_the_books_once_when_a_person_corrects_their_word(shop: Shop) -> None:
     """test_a_refund_that_is_written_down_as_the_sites_is_not_posted_again_by_a_persons_word, of more than half."""
-    order, charge = captured(shop)
-    refund_id = refund(shop, order, 1000)
-    shop.provider.silent.add(refund_id)
-    there = f"id_{len(shop.provider._done)}"
-    shop.deliver(shop.waiting()[0])
-    give_up(shop, refund_id)
-    resolve(shop, refund_id, DidNotHappen(), end=True)
-    bare = replace(of_refund(order, None, charge, "succeeded", there, 1000), payment_id=None)
-    assert settle(shop, bare) == ["applied"]
-    shop.run()
-    resolve(shop, refund_id, made_of(there, 1000))
+    order, refund_id, there = the_sites_and_ours(shop, 1000)
     shop.replay(refund_id)
     shop.run()
     assert (row_of(shop, refund_id)[0], row_of(shop, f"stripe-{there}")[0]) == ("refused", "refunded")
