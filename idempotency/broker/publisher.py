@@ -20,7 +20,8 @@ from celery import Celery
 from pydantic import SecretStr
 
 from ..observe.crash_points import crash_point
-from ..wire.message import COPIES, MARKER_HEADER, OUTBOX_HEADER, SIGNATURE_HEADER, Message
+from ..wire.headers import COPIES, MARKER_HEADER, OUTBOX_HEADER, SIGNATURE_HEADER
+from ..wire.message import Message
 from ..wire.signing import sign
 from .batch import REFUSAL_LIMIT, Published, Refusal
 from .channel import BROKER_ERRORS, BrokerChannel

@@ -15,9 +15,7 @@ from ..application import runtime_of
 from ..errors import CallRefused, InvalidArguments, MissingKey, SettingsError
 from ..wire import keys
 from ..wire.arriving import TooLarge
-from ..wire.keys import OperationId
-from ..wire.limits import BODY_DEPTH, BODY_LIMIT, beyond_limits
-from ..wire.message import (
+from ..wire.headers import (
     MESSAGE_VERSION,
     MISPLACED,
     OUTBOX_HEADER,
@@ -27,6 +25,8 @@ from ..wire.message import (
     VERSION_HEADER,
     is_our_header,
 )
+from ..wire.keys import OperationId
+from ..wire.limits import BODY_DEPTH, BODY_LIMIT, beyond_limits
 from ..wire.signing import signed_at
 from ..worker.task import IdempotentTask
 

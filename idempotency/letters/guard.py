@@ -26,9 +26,9 @@ from ..observe.logs import log
 from ..queues import dead_letter_queues
 from ..store import markers as stored_markers
 from ..text import one_line
-from ..wire import message as task_message
+from ..wire import headers as names
 from ..wire.arriving import bound_what_arrives
-from ..wire.message import MARKER_HEADER
+from ..wire.headers import MARKER_HEADER
 from ..worker.task import IdempotentTask
 from . import storing
 from .examine import examine
@@ -172,7 +172,7 @@ def _keep_out_of_memory(message: Message) -> None:
     """
     eta = message.headers.pop("eta", None)
     if eta is not None:
-        message.headers[task_message.DUE_HEADER] = message.headers[task_message.ETA_HEADER] = eta
+        message.headers[names.DUE_HEADER] = message.headers[names.ETA_HEADER] = eta
 
 
 def keeps_rejected(app: Celery) -> bool:

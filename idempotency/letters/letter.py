@@ -21,18 +21,17 @@ from ..store.letters import BrokerLetter
 from ..store.undelivered import UndeliveredMessage
 from ..text import NAME_LIMIT, storable
 from ..wire import keys
-from ..wire.keys import OperationId
-from ..wire.message import (
+from ..wire.headers import (
     FINGERPRINT_HEADER,
     GENERATION_HEADER,
     KEY_HEADER,
     MARKS,
     OUTBOX_HEADER,
     TENANT_HEADER,
-    Message,
     is_brokers,
-    route_without_delay,
 )
+from ..wire.keys import OperationId
+from ..wire.message import Message, route_without_delay
 from ..worker.task import IdempotentTask
 from .death import Death, death_of
 from .examine import ALTERED, BEYOND_LIMIT, UNSIGNED, Examined

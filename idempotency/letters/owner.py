@@ -10,7 +10,7 @@ from kombu import Message
 from ..application import runtime_of
 from ..queues import forwarded_dead_letters, own_dead_letter_queue
 from ..settings import SERVICE_LIMIT
-from ..wire.message import SERVICE_HEADER
+from ..wire.headers import SERVICE_HEADER
 from .death import death_of
 
 

@@ -17,12 +17,8 @@ from ..store.letters import BrokerLetter
 from ..store.statements import describe
 from ..store.undelivered import PutBack, UndeliveredMessage
 from ..wire import keys
+from ..wire.headers import FINGERPRINT_HEADER, MARKER_HEADER, SERVICE_HEADER
 from ..wire.keys import OperationId
-from ..wire.message import (
-    FINGERPRINT_HEADER,
-    MARKER_HEADER,
-    SERVICE_HEADER,
-)
 from ..wire.signing import claimed_at
 from .ending import Ending, wait_at_most
 from .examine import Examined, disbelieved, examine

@@ -37,7 +37,7 @@ from ..store.answers import Claimed
 from ..text import storable
 from ..wire import keys
 from ..wire.delivery import Delivery, Named
-from ..wire.message import KEY_HEADER, TENANT_HEADER
+from ..wire.headers import KEY_HEADER, TENANT_HEADER
 from ..worker.decorator import MakesTask
 from ..worker.task import IdempotentTask
 from . import compensation, stopping, waits

@@ -12,78 +12,29 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from ..errors import InvalidArguments
 from . import encoding
+from .headers import (
+    COPIES,
+    EMBEDDED,
+    ETA_HEADER,
+    GENERATION_HEADER,
+    KEY_HEADER,
+    MARKS,
+    ORIGIN_HEADER,
+    OUTBOX_HEADER,
+    PROTOCOL_HEADERS,
+    REVOKED_HEADER,
+    SERVICE_HEADER,
+    SIGNATURE_HEADER,
+    TENANT_HEADER,
+    is_brokers,
+)
 from .keys import OperationId
-from .limits import beyond_limits
 
 if TYPE_CHECKING:
     from celery import Celery
 
 
-KEY_HEADER = "idempotency-key"
-TENANT_HEADER = "idempotency-tenant"
-# Set on outbox deliveries that repeat an earlier one (retry, recover, resend, replay). They are never acknowledged on
-# the strength of a hint, because each may be the only delivery left.
-ORIGIN_HEADER = "idempotency-origin"
-# How often a duplicate with on_busy="wait" has come back.
-WAITS_HEADER = "idempotency-waits"
-OUTBOX_HEADER = "idempotency-outbox-id"
-# The id of a marker: a message whose arrival shows that everything queued before it has left the queue.
-MARKER_HEADER = "idempotency-marker"
-# The record's generation that this delivery is for: a copy from before a replay must not end the replayed operation.
-GENERATION_HEADER = "idempotency-generation"
-# Computed by the caller, so that a process that does not know the task can still identify the operation.
-FINGERPRINT_HEADER = "idempotency-fingerprint"
-# The application that sent the message: its dead letter goes to that application, whichever relay finds it.
-SERVICE_HEADER = "idempotency-service"
-# The version of the message's format; 1 if missing.
-VERSION_HEADER = "idempotency-version"
-MESSAGE_VERSION = 1
-# Replaces Celery's `eta`, with which a worker would hold the message in memory and use its own clock; never stored.
-ETA_HEADER = "idempotency-eta"
-# The same, kept over every later delivery for the body to see. It delays nothing: an outbox row knows when it is due.
-DUE_HEADER = "idempotency-due"
-# Who has published a message, and when: see `signing`. Made for each delivery; not part of the stored message.
-SIGNATURE_HEADER = "idempotency-signature"
-# Set on a call after a task that had headers which decide over its message: their names. The guard makes it a dead letter.
-REFUSED_HEADER = "idempotency-refused"
-# Set on the way into the pool by a worker in which this task id is revoked; never stored or sent.
-REVOKED_HEADER = "idempotency-revoked"
-
-# The fields of Celery's message protocol 2 that travel as headers (docs.celeryq.dev, "Message Protocol").
-_PROTOCOL_HEADERS = (
-    "lang",
-    "task",
-    "id",
-    "shadow",
-    "group",
-    "group_index",
-    "retries",
-    "timelimit",
-    "root_id",
-    "parent_id",
-    "argsrepr",
-    "kwargsrepr",
-    "origin",
-    "ignore_result",
-    "replaced_task_nesting",
-    "stamped_headers",
-    "stamps",
-)
-# Of Celery's message, the fields that decide what becomes of it; among the headers, each would replace Celery's own.
-CELERYS_FIELDS = frozenset(
-    ("task", "id", "eta", "expires", "retries", "timelimit", "group", "group_index", "root_id", "parent_id",
-     "replaced_task_nesting")
-)  # fmt: skip
-_OURS = "idempotency-"
-# Added by the relay to each delivery; not part of the stored message.
-MARKS = (ORIGIN_HEADER, OUTBOX_HEADER, GENERATION_HEADER, SERVICE_HEADER, SIGNATURE_HEADER)
-# Headers that the broker adds on a message's way; all others are its sender's.
-_BROKERS_HEADERS = (
-    "x-acquired-count", "x-death", "x-delivery-count", "x-first-death-", "x-last-death-", "x-opt-", "x-received-from",
-    "x-shovelled", "x-stream-",
-)  # fmt: skip
 # The fields of a message's text and their types.
 _FIELDS = {
     "headers": (dict, "an object"),
@@ -91,16 +42,6 @@ _FIELDS = {
     "route": (dict, "an object"),
     "properties": (dict, "an object"),
 }
-_EMBEDDED = ("callbacks", "errbacks", "chain", "chord")
-# The methods of Celery's `Context`, of which each header becomes an attribute.
-_METHODS = ("as_execution_options", "clear", "get", "update", "_filter_x_death_headers", "_get_custom_headers")
-# Where these are among the headers, a worker takes them for its own: no sender of Celery puts them there.
-MISPLACED = (*_EMBEDDED, *_METHODS, "called_directly", "is_eager", "taskset")
-# RabbitMQ gives a message to the routing keys in these headers, too, whatever its publisher has a right to.
-COPIES = ("CC", "BCC")
-# What a caller may not give as a header, and all that is read of Celery's where it is signed alone.
-_REFUSED = CELERYS_FIELDS | frozenset((*MISPLACED, *COPIES))
-_CELERYS = _REFUSED | frozenset(_PROTOCOL_HEADERS)
 # A natively delayed message arrives through an exchange, and waits in queues, of such names; its routing key starts with the delay, one word per bit.
 _DELAY_PLACE = "celery_delayed_"
 _DELAY_BITS = 28
@@ -165,7 +106,7 @@ class Message:
         fields = vars(request)  # without Celery's defaults, for which a request has to be asked one by one
         headers = {
             name: value
-            for name in _PROTOCOL_HEADERS
+            for name in PROTOCOL_HEADERS
             if (value := fields[name] if name in fields else getattr(request, name, None)) is not None
         }
         custom = {
@@ -173,7 +114,7 @@ class Message:
             for name, value in (request.headers or {}).items()
             if not is_brokers(name) and name not in (*MARKS, REVOKED_HEADER, ETA_HEADER, *COPIES)
         }
-        body = [request.args, request.kwargs, {name: getattr(request, name) for name in _EMBEDDED}]
+        body = [request.args, request.kwargs, {name: getattr(request, name) for name in EMBEDDED}]
         properties = {"correlation_id": request.id}
         delivery = request.delivery_info or {}
         if request.reply_to:
@@ -284,55 +225,6 @@ def route_without_delay(exchange: str, routing_key: str) -> dict[str, Any]:
     if Message.was_delayed(exchange):
         return {"delayed": ".".join(routing_key.split(".")[_DELAY_BITS:])}
     return {"exchange": exchange, "routing_key": routing_key}
-
-
-def is_brokers(header: str) -> bool:
-    """Whether the broker has added a header of this name, rather than the message's sender."""
-    return header.startswith(_BROKERS_HEADERS)
-
-
-def is_our_header(name: str) -> bool:
-    """Whether a header of this name is one of ours."""
-    return name.startswith(_OURS)
-
-
-def refused_headers(given: Mapping[str, Any]) -> list[str]:
-    """The names of those headers that no caller may give, because they decide what becomes of a message."""
-    return sorted(_REFUSED & given.keys())
-
-
-def senders_headers(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Of the headers that a caller gives, those that are its own; the key and the tenant, too, unless they came along.
-
-    A body that passes its message's headers on, with a trace in them, means that. The key in them is its own operation's.
-    Those of a message that a worker has received have a version. Raises `InvalidArguments` for a field of Celery's, and for
-    more than a worker accepts.
-    """
-    if (beyond := beyond_limits(given, None, body_limit=0)) is not None:
-        raise InvalidArguments(beyond)
-    if fields := refused_headers(given):
-        whose = "has RabbitMQ copy the message" if fields[0] in COPIES else "is a field of Celery's message"
-        raise InvalidArguments(f"headers: {fields[0]!r} {whose}")
-    return harmless_headers(given)
-
-
-def harmless_headers(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The same without the checks, and without what they refuse."""
-    kept = () if VERSION_HEADER in given else (KEY_HEADER, TENANT_HEADER)
-    others = {name: value for name, value in given.items() if name not in _REFUSED}
-    return {
-        name: value for name, value in others.items() if name in kept or not (is_our_header(name) or is_brokers(name))
-    }
-
-
-def all_headers(given: Mapping[str, Any]) -> dict[str, Any]:
-    """A message's headers together with those inside its header `headers`, where tracing tools put a copy of theirs.
-
-    Celery's `request.headers` would be that header alone. Ours and Celery's are only read outside it, where they are signed.
-    """
-    nested = given.get("headers") or {}
-    theirs = {name: value for name, value in nested.items() if not (is_our_header(name) or name in _CELERYS)}
-    return {name: value for name, value in {**theirs, **given}.items() if name not in COPIES}
 
 
 def _stored(headers: Mapping[str, Any]) -> dict[str, Any]:

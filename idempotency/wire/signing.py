@@ -17,7 +17,7 @@ from typing import Any
 
 from pydantic import SecretStr
 
-from .message import CELERYS_FIELDS, ETA_HEADER, SIGNATURE_HEADER, is_our_header
+from .headers import CELERYS_FIELDS, ETA_HEADER, SIGNATURE_HEADER, is_our_header
 
 _RULE = "v1"
 

@@ -23,17 +23,17 @@ from ..store.callers import AsyncCaller, Caller, Pending, in_transaction_of
 from ..store.refused import explained
 from ..wire import keys
 from ..wire.delivery import Named
-from ..wire.keys import KeyFrom, KeyFunction, OperationId
-from ..wire.message import (
+from ..wire.headers import (
     FINGERPRINT_HEADER,
     KEY_HEADER,
     MESSAGE_VERSION,
     SERVICE_HEADER,
     TENANT_HEADER,
     VERSION_HEADER,
-    Message,
     senders_headers,
 )
+from ..wire.keys import KeyFrom, KeyFunction, OperationId
+from ..wire.message import Message
 from . import eager, following, publishing, signed_calls
 from .following import FOLLOWS
 from .options import check_spelling

@@ -15,7 +15,8 @@ from ..store import claims, letters
 from ..store.answers import error_text
 from ..wire import keys
 from ..wire.delivery import Delivery
-from ..wire.message import ETA_HEADER, FINGERPRINT_HEADER, ORIGIN_HEADER, REVOKED_HEADER, Message
+from ..wire.headers import ETA_HEADER, FINGERPRINT_HEADER, ORIGIN_HEADER, REVOKED_HEADER
+from ..wire.message import Message
 from ..wire.signing import claimed_at
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from celery.exceptions import Ignore, Reject, Retry
 
 from ..errors import InvalidArguments, MissingKey
 from ..wire.delivery import NamesItsOperation
-from ..wire.message import KEY_HEADER, REFUSED_HEADER, TENANT_HEADER, harmless_headers, refused_headers, senders_headers
+from ..wire.headers import KEY_HEADER, REFUSED_HEADER, TENANT_HEADER, harmless_headers, refused_headers, senders_headers
 from . import signed_calls
 from .using import NEVER_DROPPED
 

@@ -19,7 +19,8 @@ from ..observe.logs import log
 from ..settings import Settings
 from ..store import claims, clock, outbox
 from ..wire.delivery import Delivery
-from ..wire.message import GENERATION_HEADER, ORIGIN_HEADER, OUTBOX_HEADER, WAITS_HEADER, Message
+from ..wire.headers import GENERATION_HEADER, ORIGIN_HEADER, OUTBOX_HEADER, WAITS_HEADER
+from ..wire.message import Message
 from .waiting import is_stopping
 
 # Seconds in the outbox for a delivery that got no answer although Postgres accepts it there: a person must repair that.

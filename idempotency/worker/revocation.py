@@ -25,7 +25,7 @@ from ..attempt.last_look import REVOKED
 from ..observe.logs import log
 from ..store import claims, ends
 from ..store.answers import Claimed
-from ..wire.message import MESSAGE_VERSION, REVOKED_HEADER, VERSION_HEADER, all_headers
+from ..wire.headers import MESSAGE_VERSION, REVOKED_HEADER, VERSION_HEADER, all_headers
 from .calls import KeyedTask
 from .deliveries import delivery_of
 

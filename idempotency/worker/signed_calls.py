@@ -15,7 +15,7 @@ from pydantic import SecretStr
 from ..application import runtime_of
 from ..errors import SettingsError
 from ..settings import PREFIX
-from ..wire.message import SIGNATURE_HEADER
+from ..wire.headers import SIGNATURE_HEADER
 from ..wire.signing import sign
 
 # The secret of the application whose task is being sent, in this thread; Celery's signal does not say whose message it is. A plain

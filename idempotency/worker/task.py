@@ -57,7 +57,7 @@ from ..store.answers import Busy, Completed, Failed, Foreign, Mismatch, Stale
 from ..store.statements import describe, leave_out_values
 from ..wire import results
 from ..wire.delivery import Delivery
-from ..wire.message import DUE_HEADER, GENERATION_HEADER
+from ..wire.headers import DUE_HEADER, GENERATION_HEADER
 from . import following, hooks, parking
 from .batch import begin_prepared, note_end, prepared_for
 from .censored import hide_secrets

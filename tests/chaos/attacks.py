@@ -22,7 +22,7 @@ from amqp.exceptions import AMQPError
 from kombu import Connection, Exchange, Producer, Queue
 from kombu.exceptions import OperationalError
 
-from idempotency.wire.message import (
+from idempotency.wire.headers import (
     FINGERPRINT_HEADER,
     GENERATION_HEADER,
     KEY_HEADER,

@@ -24,8 +24,8 @@ from idempotency.attempt.hints import hint_name
 from idempotency.letters.consumer import DeadLetterConsumer
 from idempotency.relay.resend import resend_lost
 from idempotency.upkeep.maintenance import recover
+from idempotency.wire.headers import FINGERPRINT_HEADER
 from idempotency.wire.keys import OperationId
-from idempotency.wire.message import FINGERPRINT_HEADER
 from tests.chaos.checker import Violation
 from tests.controls.app import DELIVERY_LIMIT
 from tests.controls.stage import TENANT, Stage

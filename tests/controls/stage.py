@@ -20,7 +20,7 @@ from sqlalchemy.orm import Session
 import services
 from idempotency.application import close_runtime
 from idempotency.relay.relay import Relay
-from idempotency.wire.message import OUTBOX_HEADER
+from idempotency.wire.headers import OUTBOX_HEADER
 from tests.chaos import ledgers
 from tests.chaos.checker import Accepted, Evidence, Violation, check
 from tests.controls import app as controlled

@@ -26,7 +26,7 @@ from kombu import Connection as BrokerConnection
 from sqlalchemy import create_engine, text
 
 import services
-from idempotency.wire.message import KEY_HEADER
+from idempotency.wire.headers import KEY_HEADER
 from tests.faults import accounts, cells
 from tests.faults.scene import scene as scene
 from tests.support.processes import Processes

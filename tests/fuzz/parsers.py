@@ -30,8 +30,8 @@ from idempotency.hosts import Allowed
 from idempotency.http.key import key_of
 from idempotency.webhooks.addresses import Target, target_of
 from idempotency.webhooks.posting import _retry_after
+from idempotency.wire.headers import KEY_HEADER, SIGNATURE_HEADER, TENANT_HEADER
 from idempotency.wire.keys import MAX_KEY_LENGTH
-from idempotency.wire.message import KEY_HEADER, SIGNATURE_HEADER, TENANT_HEADER
 from idempotency.wire.signing import sign, signed_at
 from tasks.signatures import TOLERANCE, NotSigned, check_standard, check_stripe
 

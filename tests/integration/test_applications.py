@@ -27,7 +27,8 @@ from idempotency.store.answers import Busy, Completed, Failed, Foreign
 from idempotency.store.overview import monitoring_connection
 from idempotency.upkeep import alarms, alerts, maintenance, overview
 from idempotency.upkeep.presence import SignOfLife
-from idempotency.wire.message import SERVICE_HEADER, Message
+from idempotency.wire.headers import SERVICE_HEADER
+from idempotency.wire.message import Message
 from tests.support import bank as b
 from tests.support import operations as op
 from tests.support import queues

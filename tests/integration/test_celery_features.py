@@ -9,7 +9,7 @@ import pytest
 from celery import Celery, signals
 
 from idempotency import IdempotentTask, PermanentError
-from idempotency.wire.message import REVOKED_HEADER
+from idempotency.wire.headers import REVOKED_HEADER
 from tests.support.bank import INSERT
 from tests.support.deliveries import Deliveries
 from tests.support.operations import Entries

@@ -16,8 +16,8 @@ from idempotency.letters.consumer import DeadLetterConsumer
 from idempotency.relay.resend import resend_lost
 from idempotency.store import dead_letters, ends
 from idempotency.upkeep import maintenance
+from idempotency.wire.headers import GENERATION_HEADER
 from idempotency.wire.keys import OperationId, fingerprint
-from idempotency.wire.message import GENERATION_HEADER
 from tests.support import bank as b
 from tests.support import operations as op
 from tests.support.bank import enqueue_deposit

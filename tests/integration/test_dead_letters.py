@@ -19,8 +19,9 @@ from idempotency.store import ends
 from idempotency.store.answers import error_text
 from idempotency.store.letters import store_failure, store_refusal
 from idempotency.wire.delivery import Delivery
+from idempotency.wire.headers import KEY_HEADER
 from idempotency.wire.keys import OperationId
-from idempotency.wire.message import KEY_HEADER, Message
+from idempotency.wire.message import Message
 from tests.support import bank as b
 from tests.support import operations as op
 from tests.support.deliveries import Deliveries, Outcome, deliver_row

@@ -17,7 +17,7 @@ from idempotency.operate.change import Change
 from idempotency.operate.release import release
 from idempotency.operate.replay import replay
 from idempotency.operate.resolve import resolve_effect
-from idempotency.wire.message import REVOKED_HEADER
+from idempotency.wire.headers import REVOKED_HEADER
 from tests.support import bank as b
 from tests.support import operations as op
 from tests.support.deliveries import Deliveries, deliver_row

@@ -24,8 +24,9 @@ from idempotency.relay.relay import Relay
 from idempotency.relay.resend import resend_lost
 from idempotency.store import dead_letters, outbox
 from idempotency.wire import keys
+from idempotency.wire.headers import FINGERPRINT_HEADER, KEY_HEADER, VERSION_HEADER
 from idempotency.wire.keys import OperationId
-from idempotency.wire.message import FINGERPRINT_HEADER, KEY_HEADER, VERSION_HEADER, Message
+from idempotency.wire.message import Message
 from tests.support import bank as b
 from tests.support import operations as op
 from tests.support.bank import enqueue_deposit

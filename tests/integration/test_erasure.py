@@ -22,7 +22,7 @@ from idempotency.operate.people import Person
 from idempotency.operate.replay import replay
 from idempotency.store import dead_letters, erasure
 from idempotency.upkeep import maintenance
-from idempotency.wire.message import KEY_HEADER, TENANT_HEADER
+from idempotency.wire.headers import KEY_HEADER, TENANT_HEADER
 from tests.support import operations as op
 from tests.support.commands import runner
 from tests.support.dead_messages import headers, publish

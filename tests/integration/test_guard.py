@@ -31,8 +31,9 @@ from idempotency.observe import crash_points
 from idempotency.relay.relay import Relay
 from idempotency.store import dead_letters as letters
 from idempotency.store import ends
+from idempotency.wire.headers import MARKER_HEADER
 from idempotency.wire.keys import OperationId
-from idempotency.wire.message import MARKER_HEADER, Message
+from idempotency.wire.message import Message
 from tests.support import bank as b
 from tests.support import operations as op
 from tests.support.bank import fingerprint_of

@@ -38,7 +38,7 @@ from idempotency.store import dead_letters, discards, ends, sweeps
 from idempotency.store import lost as losing
 from idempotency.store.dead_letters import Selection
 from idempotency.wire import keys
-from idempotency.wire.message import KEY_HEADER
+from idempotency.wire.headers import KEY_HEADER
 from tests.support import bank as b
 from tests.support import operations as op
 from tests.support.dead_messages import body_of, bury, die, headers, reject, waiting

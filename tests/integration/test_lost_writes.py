@@ -17,7 +17,7 @@ from idempotency.application import close_runtime
 from idempotency.observe import crash_points
 from idempotency.relay.relay import Relay
 from idempotency.sagas import saga
-from idempotency.wire.message import KEY_HEADER
+from idempotency.wire.headers import KEY_HEADER
 from services.postgres import Postgres, create_database
 from tests.support.bank import app, deposit, prepare, transfer
 from tests.support.deliveries import Deliveries

@@ -27,15 +27,9 @@ from idempotency.relay.resend import resend_lost
 from idempotency.store import effects, ends
 from idempotency.upkeep import maintenance
 from idempotency.wire import keys
+from idempotency.wire.headers import DUE_HEADER, FINGERPRINT_HEADER, KEY_HEADER, TENANT_HEADER, VERSION_HEADER
 from idempotency.wire.keys import OperationId
-from idempotency.wire.message import (
-    DUE_HEADER,
-    FINGERPRINT_HEADER,
-    KEY_HEADER,
-    TENANT_HEADER,
-    VERSION_HEADER,
-    Message,
-)
+from idempotency.wire.message import Message
 from tests.support import bank as b
 from tests.support import operations as op
 from tests.support.dead_messages import die, headers

@@ -20,8 +20,9 @@ from idempotency.relay import relay as relay_module
 from idempotency.relay.relay import Relay, Relayed
 from idempotency.store import dead_letters, outbox, overview
 from idempotency.upkeep import maintenance
+from idempotency.wire.headers import GENERATION_HEADER, KEY_HEADER
 from idempotency.wire.keys import OperationId
-from idempotency.wire.message import GENERATION_HEADER, KEY_HEADER, Message
+from idempotency.wire.message import Message
 from tests.support import bank as b
 from tests.support import operations as op
 from tests.support.operations import at_once

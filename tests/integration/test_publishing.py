@@ -17,16 +17,16 @@ from idempotency import InvalidArguments, SettingsError
 from idempotency.application import runtime_of
 from idempotency.operate.change import Change
 from idempotency.operate.replay import replay
-from idempotency.wire.message import (
+from idempotency.wire.headers import (
     DUE_HEADER,
     KEY_HEADER,
     ORIGIN_HEADER,
     OUTBOX_HEADER,
     TENANT_HEADER,
     VERSION_HEADER,
-    Message,
     senders_headers,
 )
+from idempotency.wire.message import Message
 from idempotency.worker.revocation import Request
 from tests.support import bank as b
 from tests.support import operations as op

@@ -20,8 +20,9 @@ from idempotency.observe import crash_points
 from idempotency.queues import quorum_queue
 from idempotency.relay.relay import BACKOFF_CAP, OWN_ERRORS, Relay, Relayed
 from idempotency.store import dead_letters, outbox
+from idempotency.wire.headers import KEY_HEADER, ORIGIN_HEADER, OUTBOX_HEADER
 from idempotency.wire.keys import OperationId
-from idempotency.wire.message import KEY_HEADER, ORIGIN_HEADER, OUTBOX_HEADER, Message
+from idempotency.wire.message import Message
 from tests.support import bank as b
 from tests.support import operations as op
 from tests.support.operations import at_once

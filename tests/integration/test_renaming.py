@@ -27,7 +27,7 @@ from idempotency.store.outbox import external_task
 from idempotency.store.overview import monitoring_connection
 from idempotency.upkeep import alarms, maintenance, overview
 from idempotency.upkeep.presence import SignOfLife
-from idempotency.wire.message import SERVICE_HEADER
+from idempotency.wire.headers import SERVICE_HEADER
 from tests.support import bank as b
 from tests.support import operations as op
 from tests.support import queues

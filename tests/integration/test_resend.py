@@ -21,8 +21,9 @@ from idempotency.relay.relay import Relay
 from idempotency.relay.resend import resend_lost
 from idempotency.store import lost
 from idempotency.store import markers as marking
+from idempotency.wire.headers import KEY_HEADER
 from idempotency.wire.keys import OperationId
-from idempotency.wire.message import KEY_HEADER, Message
+from idempotency.wire.message import Message
 from tests.support import bank as app_module
 from tests.support import operations as op
 from tests.support.bank import fingerprint_of

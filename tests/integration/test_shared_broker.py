@@ -22,8 +22,8 @@ from idempotency.letters import consumer as consuming
 from idempotency.letters.consumer import DeadLetterConsumer
 from idempotency.queues import SHARED_DEAD_LETTERS, QuorumQueue, dead_letter_queues, quorum_queue
 from idempotency.relay.relay import Relay
+from idempotency.wire.headers import SERVICE_HEADER
 from idempotency.wire.keys import OperationId
-from idempotency.wire.message import SERVICE_HEADER
 from tests.support import bank as b
 from tests.support import operations as op
 from tests.support.applications import application

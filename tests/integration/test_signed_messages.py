@@ -21,7 +21,7 @@ from idempotency.letters.consumer import DeadLetterConsumer
 from idempotency.operate.replay import replay
 from idempotency.relay.relay import Relay
 from idempotency.relay.resend import resend_lost
-from idempotency.wire.message import KEY_HEADER, OUTBOX_HEADER, SIGNATURE_HEADER, TENANT_HEADER
+from idempotency.wire.headers import KEY_HEADER, OUTBOX_HEADER, SIGNATURE_HEADER, TENANT_HEADER
 from idempotency.wire.signing import sign
 from tests.support import bank as b
 from tests.support import operations as op

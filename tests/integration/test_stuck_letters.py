@@ -18,8 +18,8 @@ from idempotency.letters import consumer as consuming
 from idempotency.letters.consumer import DeadLetterConsumer
 from idempotency.letters.ending import LETTER_TRIES
 from idempotency.queues import dead_letter_queues
+from idempotency.wire.headers import FINGERPRINT_HEADER, KEY_HEADER, MARKS, TENANT_HEADER, VERSION_HEADER
 from idempotency.wire.keys import OperationId
-from idempotency.wire.message import FINGERPRINT_HEADER, KEY_HEADER, MARKS, TENANT_HEADER, VERSION_HEADER
 from tests.support import bank as b
 from tests.support import operations as op
 from tests.support.dead_messages import body_of, bury, die, reject, waiting

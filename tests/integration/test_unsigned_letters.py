@@ -19,8 +19,8 @@ from idempotency.errors import NotAuthenticated, ReplayRefused
 from idempotency.operate.change import Change
 from idempotency.operate.erase import erase
 from idempotency.operate.replay import replay
+from idempotency.wire.headers import KEY_HEADER, OUTBOX_HEADER, SERVICE_HEADER, SIGNATURE_HEADER, TENANT_HEADER
 from idempotency.wire.keys import OperationId
-from idempotency.wire.message import KEY_HEADER, OUTBOX_HEADER, SERVICE_HEADER, SIGNATURE_HEADER, TENANT_HEADER
 from idempotency.wire.signing import sign
 from tests.integration.test_signed_messages import SECRET, bank, environment, letters  # noqa: F401
 from tests.support import bank as b

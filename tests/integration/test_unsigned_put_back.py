@@ -17,7 +17,7 @@ from idempotency.application import close_runtime
 from idempotency.letters.consumer import DeadLetterConsumer
 from idempotency.relay.relay import Relay
 from idempotency.store import claims
-from idempotency.wire.message import FINGERPRINT_HEADER, KEY_HEADER, SIGNATURE_HEADER, TENANT_HEADER
+from idempotency.wire.headers import FINGERPRINT_HEADER, KEY_HEADER, SIGNATURE_HEADER, TENANT_HEADER
 from idempotency.wire.signing import sign, signed_at
 from tests.integration.test_signed_messages import SECRET, bank, environment, letters, signed  # noqa: F401
 from tests.integration.test_waiting import impatient, proxy, soon  # noqa: F401

@@ -21,7 +21,7 @@ from idempotency.application import close_runtime
 from idempotency.errors import Unanswered
 from idempotency.observe import metrics
 from idempotency.store import letters, outbox, statements
-from idempotency.wire.message import ETA_HEADER, ORIGIN_HEADER
+from idempotency.wire.headers import ETA_HEADER, ORIGIN_HEADER
 from idempotency.worker import waiting
 from idempotency.worker.waiting import Waiting
 from tests.faults.clocks import Clock, can_be_built

@@ -21,8 +21,9 @@ from idempotency.operate.change import Shown
 from idempotency.relay.relay import Relay
 from idempotency.store.answers import Claimed
 from idempotency.wire.delivery import Delivery
+from idempotency.wire.headers import KEY_HEADER, TENANT_HEADER
 from idempotency.wire.keys import OperationId
-from idempotency.wire.message import KEY_HEADER, TENANT_HEADER, Message
+from idempotency.wire.message import Message
 from tests.model.choices import fingerprint
 from tests.model.expected import Holder, Letter, Record, Row
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from itertools import count
 
 from idempotency.broker.batch import Published, Refusal
-from idempotency.wire.message import ORIGIN_HEADER, OUTBOX_HEADER, Message
+from idempotency.wire.headers import ORIGIN_HEADER, OUTBOX_HEADER
+from idempotency.wire.message import Message
 from tests.search import application
 from tests.search.scheduler import note, stop_before, touched
 from tests.support.deliveries import Outcome

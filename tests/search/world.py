@@ -43,8 +43,9 @@ from idempotency.relay.resend import resend_lost
 from idempotency.store import schema, undelivered
 from idempotency.store.undelivered import GivenUp, UndeliveredMessage
 from idempotency.upkeep import maintenance
+from idempotency.wire.headers import KEY_HEADER, TENANT_HEADER
 from idempotency.wire.keys import OperationId
-from idempotency.wire.message import KEY_HEADER, TENANT_HEADER, Message
+from idempotency.wire.message import Message
 from idempotency.worker import waiting
 from idempotency.worker.revocation import revoke_terminated
 from tests.search import application, connections

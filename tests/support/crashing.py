@@ -17,7 +17,7 @@ from celery import current_task
 
 from idempotency import PermanentError
 from idempotency.observe import crash_points
-from idempotency.wire.message import KEY_HEADER
+from idempotency.wire.headers import KEY_HEADER
 
 KILL_CHILD = "kill child"  # F1: the pool child alone
 KILL_WORKER = "kill worker"  # F2: the whole worker, parent first

@@ -14,7 +14,8 @@ from celery.exceptions import Reject
 from kombu.utils.json import dumps, loads
 from sqlalchemy import Row
 
-from idempotency.wire.message import KEY_HEADER, ORIGIN_HEADER, TENANT_HEADER, Message
+from idempotency.wire.headers import KEY_HEADER, ORIGIN_HEADER, TENANT_HEADER
+from idempotency.wire.message import Message
 
 
 def request_of(app: Celery, task: Any, id: str) -> dict[str, Any]:

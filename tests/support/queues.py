@@ -6,7 +6,7 @@ from typing import Any
 
 from celery import Celery
 
-from idempotency.wire.message import KEY_HEADER
+from idempotency.wire.headers import KEY_HEADER
 
 
 def drained(app: Celery) -> list[Any]:

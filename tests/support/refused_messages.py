@@ -6,7 +6,7 @@ import json
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from idempotency.wire.message import KEY_HEADER
+from idempotency.wire.headers import KEY_HEADER
 from tests.support import bank as b
 from tests.support.dead_messages import DEPOSIT, headers
 

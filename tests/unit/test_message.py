@@ -16,17 +16,17 @@ from kombu.transport.native_delayed_delivery import calculate_routing_key
 from kombu.utils.json import loads
 
 from idempotency.queues import quorum_queue
-from idempotency.wire.message import (
+from idempotency.wire.headers import (
     GENERATION_HEADER,
     KEY_HEADER,
     ORIGIN_HEADER,
     OUTBOX_HEADER,
     TENANT_HEADER,
     WAITS_HEADER,
-    Message,
     all_headers,
     is_brokers,
 )
+from idempotency.wire.message import Message
 
 MARKS = {KEY_HEADER: "order-1", TENANT_HEADER: "acme"}
 

@@ -14,7 +14,7 @@ from pydantic import SecretStr
 
 from idempotency.errors import SettingsError
 from idempotency.settings import Settings
-from idempotency.wire.message import SIGNATURE_HEADER
+from idempotency.wire.headers import SIGNATURE_HEADER
 from idempotency.wire.signing import claimed_at, sign, signed_at
 
 OLD, NEW, FOREIGN = (SecretStr(letter * 32) for letter in "abc")

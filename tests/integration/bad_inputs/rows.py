@@ -8,7 +8,8 @@ from sqlalchemy import Connection
 
 from idempotency import OperationId
 from idempotency.store import outbox
-from idempotency.wire.message import KEY_HEADER, Message
+from idempotency.wire.headers import KEY_HEADER
+from idempotency.wire.message import Message
 from tests.support import bank as b
 
 

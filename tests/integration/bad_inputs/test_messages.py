@@ -24,7 +24,7 @@ from idempotency.observe import metrics
 from idempotency.relay.relay import Relay, Relayed
 from idempotency.store import dead_letters as letters
 from idempotency.store.dead_letters import BULK_LIMIT, Selection
-from idempotency.wire.message import KEY_HEADER
+from idempotency.wire.headers import KEY_HEADER
 from tests.integration.bad_inputs.cases import cases, nested
 from tests.integration.bad_inputs.failures import failed
 from tests.integration.bad_inputs.rows import write
