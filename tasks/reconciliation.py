@@ -267,7 +267,7 @@ def _in_key(id: str) -> str:
 def _free_key(session: Session, task: str, tenant: str, name: str, *, told: str) -> str:
     """The key, made of this name, of the operation that is under way, or whose open letter says `told`; else one that is unused.
 
-    An operation that has completed tells nobody, nor does one whose letter says something else, or was discarded.
+    A completed operation tells nobody; nor does one whose letter says something else or was discarded.
     """
     for number in count(1):
         id = OperationId(tenant, task, name if number == 1 else f"{name}:{number}")

@@ -26,9 +26,8 @@ from ..observe.logs import log
 from ..queues import dead_letter_queues
 from ..store import markers as stored_markers
 from ..text import one_line
-from ..wire import headers as names
 from ..wire.arriving import bound_what_arrives
-from ..wire.headers import MARKER_HEADER
+from ..wire.headers import DUE_HEADER, ETA_HEADER, MARKER_HEADER
 from ..worker.task import IdempotentTask
 from . import storing
 from .examine import examine
@@ -172,7 +171,7 @@ def _keep_out_of_memory(message: Message) -> None:
     """
     eta = message.headers.pop("eta", None)
     if eta is not None:
-        message.headers[names.DUE_HEADER] = message.headers[names.ETA_HEADER] = eta
+        message.headers[DUE_HEADER] = message.headers[ETA_HEADER] = eta
 
 
 def keeps_rejected(app: Celery) -> bool:

@@ -83,7 +83,7 @@ _SET_IN_A_WORKER = (
     "args", "kwargs", "children", "_children", "_protected", "compression", "correlation_id", "delivery_info", "hostname",
     "logfile", "loglevel", "properties", "reply_to", "soft_time_limit", "time_limit", "utc",
 )  # fmt: skip
-# What a caller may not give as a header; and, where it is read, it is Celery's.
+# No caller may give these as headers, and among the nested ones of a tracing tool they are not read.
 _REFUSED = CELERYS_FIELDS | frozenset((*PROTOCOL_HEADERS, *MISPLACED, *_SET_IN_A_WORKER, *COPIES))
 
 
