@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any, Generic, cast
 
@@ -47,6 +47,7 @@ class StoredOperation(Generic[R_co]):
     duplicates: int
     result_text: str | None
     error: dict[str, str] | None
+    _decode: Callable[[str], Any] = field(default=results.from_text, repr=False, compare=False)
 
     @property
     def has_ended(self) -> bool:
@@ -60,8 +61,11 @@ class StoredOperation(Generic[R_co]):
 
     @property
     def result(self) -> R_co | None:
-        """The stored result; None also when there is none, so look at `status` first. Raises `ResultErased`."""
-        return None if self.result_text is None else cast(R_co, results.from_text(self.result_text))
+        """The stored result; None also when there is none, so look at `status` first.
+
+        A large one is fetched each time. Raises `ResultErased`, `ResultUnreadable`, and what the place of large results raises.
+        """
+        return None if self.result_text is None else cast(R_co, self._decode(self.result_text))
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +100,8 @@ class Handle(Generic[R_co]):
                 f"{self.id.task}: the key was used before with other arguments; this call never runs"
             )
         error = None if row.error is None or row.status == "completed" else error_fields(row.error)
-        return StoredOperation(self.id, row.status, row.generation, row.attempts, row.duplicates, row.result, error)
+        counts = row.generation, row.attempts, row.duplicates
+        return StoredOperation(self.id, row.status, *counts, row.result, error, runtime.read_result)
 
     def _is_anothers(self, recorded: str) -> bool:
         # one by another rule cannot be compared

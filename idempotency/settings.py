@@ -20,7 +20,9 @@ from pydantic import (
     Field,
     FilePath,
     ImportString,
+    InstanceOf,
     SecretStr,
+    TypeAdapter,
     ValidationError,
     model_validator,
 )
@@ -30,7 +32,9 @@ from sqlalchemy.orm import Session, sessionmaker
 
 from .errors import CallRefused, SettingsError
 from .hosts import check_hosts, is_loopback
+from .objects import ObjectStore, object_store
 from .wire.keys import check_key
+from .wire.results import LONGEST as LONGEST_RESULT
 
 PREFIX = "idempotency_"
 HOUR = 3600.0
@@ -42,6 +46,7 @@ SERVICE_LIMIT = 200
 SECRET_LENGTH = 32
 
 _Text = TypeVar("_Text", str, SecretStr)
+_IMPORTED = TypeAdapter[Any](ImportString)
 
 
 def _web_address(value: _Text) -> _Text:
@@ -101,6 +106,16 @@ def _session(value: Any) -> Any:
     if isinstance(value, sessionmaker) and value.kw.get("autobegin") is False:
         raise ValueError("must begin by itself: autobegin=False is the caller's promise to call begin()")
     return value
+
+
+def _object_store(value: Any) -> Any:
+    if value is None:
+        return None
+    is_address = isinstance(value, str) and ("/" in value or value.startswith(("file:", "s3:")))
+    store = object_store(value) if is_address else _IMPORTED.validate_python(value)
+    if isinstance(store, type) or not isinstance(store, ObjectStore):
+        raise ValueError("must be file:///a/directory, s3://bucket/prefix, or an ObjectStore or the name of one")
+    return store
 
 
 def _redis_address(value: SecretStr) -> SecretStr:
@@ -195,6 +210,11 @@ class Settings(BaseModel):
     result_limit: int = Field(256 * 1024, gt=0)
     # Longer results are compressed, if the extra `zstd` is installed: then install it in whatever reads results. None: never.
     compress_results_above: int | None = Field(64 * 1024, ge=1024)
+    # Where results go that are longer than `result_limit`, of up to `large_result_limit` bytes of JSON: file:///a/directory that all
+    # processes share, s3://bucket/prefix with the extra `s3`, or an ObjectStore of your own or its name. One database's own: what
+    # its records do not refer to is deleted. Default: longer results are refused.
+    large_results_at: Annotated[InstanceOf[ObjectStore] | None, BeforeValidator(_object_store)] = None
+    large_result_limit: int = Field(32 * 1024 * 1024, gt=0, le=LONGEST_RESULT)
     arguments_limit: int = Field(1024 * 1024, gt=0)
 
     # The most that a hung Redis may cost: it is there only to save a round trip.

@@ -22,7 +22,6 @@ from ..store import claims, ends, letters
 from ..store import effects as stored_effects
 from ..store.answers import Claimed, Renewal, error_text
 from ..store.statements import describe, where
-from ..wire import results
 from ..wire.delivery import Delivery
 from . import conclusions, effects, refusals, steps
 from .conclusions import Concluded, Undo
@@ -189,7 +188,7 @@ class Attempt:
         if names := self.passed_over("done"):
             raise Unfinished(f"effect {names}: happened in an earlier attempt, and this one did not come to it")
         settings, retention = self.runtime.settings, self.policy.retention_completed
-        text = results.to_text(result, limit=settings.result_limit, compress_above=settings.compress_results_above)
+        text = self.runtime.stored_result(result)
         self.before_end()
         self.writes.finish(
             lambda c: ends.complete(

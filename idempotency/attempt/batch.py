@@ -33,7 +33,6 @@ from ..store import batches, operations
 from ..store.answers import Claimed, Completed, claim_of
 from ..store.connections import act_for
 from ..store.statements import describe, execute
-from ..wire import results
 from ..wire.delivery import Delivery
 from .attempt import Attempt
 from .endings import Finished
@@ -300,10 +299,7 @@ class _Batch:
                 if session.tells_of_commit:
                     attempt.leave()
                 result = self._body(place, attempt)
-                settings = self._runtime.settings
-                stored = results.to_text(
-                    result, limit=settings.result_limit, compress_above=settings.compress_results_above
-                )
+                stored = self._runtime.stored_result(result)
                 session.flush()
             finally:
                 attempt.has_rolled_back = getattr(driver, "rollbacks", 0) != rollbacks

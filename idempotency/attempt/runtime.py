@@ -16,12 +16,16 @@ from sqlalchemy import Connection, Engine
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 from sqlalchemy.pool import NullPool, StaticPool
 
+from .. import objects
+from ..errors import Defer
 from ..observe import metrics
+from ..observe.crash_points import crash_point
 from ..settings import Settings
 from ..store import connections
 from ..store.answers import Claimed, Renewal
 from ..store.claims import renew
 from ..store.home import IDENTITY, Home
+from ..wire import results
 from .heartbeat import Heartbeat
 from .hints import Hints
 from .liveness import process_identity
@@ -30,6 +34,8 @@ from .threads import DaemonThreads
 
 # Threads that read records for an event loop; a read takes about a millisecond.
 READERS = 4
+# Seconds until a large result is tried again whose place has not taken it.
+OBJECTS_PAUSE = 10.0
 
 
 class Runtime:
@@ -142,6 +148,29 @@ class Runtime:
         with self.engine.begin() as connection:
             connections.act_for(connection, tenants)
             yield connection
+
+    def stored_result(self, result: Any) -> str:
+        """A result as its record keeps it. A long one is put where `large_results_at` says, before the commit that refers to it.
+
+        Raises `InvalidResult`, and `Defer` while that place does not take it.
+        """
+        settings, store = self.settings, self.settings.large_results_at
+        limit = settings.result_limit if store is None else max(settings.result_limit, settings.large_result_limit)
+        text = results.to_text(result, limit=limit, compress_above=settings.compress_results_above)
+        if store is None or len(text) <= settings.result_limit:
+            return text
+        try:
+            kept = objects.keep(store, text)
+        except Exception as error:
+            raise Defer(
+                OBJECTS_PAUSE, f"the place of large results does not take one: {type(error).__name__}"
+            ) from error
+        crash_point("result.put")
+        return kept
+
+    def read_result(self, text: str) -> Any:
+        """The result that a record keeps, wherever it is. Raises as `results.from_text` does, and what that place raises."""
+        return results.from_text(objects.fetch(self.settings.large_results_at, text))
 
     def listen(self, channel: str) -> psycopg.Connection[Any] | None:
         """A new connection that receives the NOTIFYs of a channel, which the caller closes; None behind a pooler."""

@@ -1,7 +1,7 @@
 """Named points at which a test may kill, stop or pause the process. No-ops in production.
 
 hint.left · claimed · body.entered · effect.begun · effect.called · effect.recorded · step.recorded ·
-step.committed · finish.written (UPDATE done, COMMIT not sent) · finish.committed · released · relay.selected ·
+step.committed · result.put · finish.written (UPDATE done, COMMIT not sent) · finish.committed · released · relay.selected ·
 relay.published · relay.confirmed · relay.marked · dead_letter.stored
 """
 

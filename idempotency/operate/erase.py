@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 
 from celery import Celery
 
 from ..application import runtime_of
 from ..errors import ChangeRefused
+from ..objects import PAGE
 from ..sagas.task import SagaTask
-from ..store import erasure, operations
+from ..store import erasure, objects, operations
 from ..wire.keys import OperationId
 from .change import Change, audit, called, read, repeated
 from .money import check_verified
@@ -39,8 +41,13 @@ def erase(app: Celery, id: OperationId, change: Change) -> list[OperationId]:
         for each in ids:
             if (why := erasure.obstacle(connection, each, sagas)) is not None:
                 raise ChangeRefused(f"{called(each)}: {why}")
+        large = objects.of_operations(connection, ids)
         erasure.erase(connection, ids)
         for each in ids:
             said = change if each == id else replace(change, request_id=None)
             audit(connection, said, "erase", each, rows[each], details={} if each == id else {"called_by": called(id)})
+    if large and (store := runtime.settings.large_results_at) is not None:
+        with suppress(Exception):  # nothing refers to them any more: then the next sweep deletes them
+            for start in range(0, len(large), PAGE):
+                store.delete(large[start : start + PAGE])
     return ids

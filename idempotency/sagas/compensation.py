@@ -14,7 +14,6 @@ from ..store.answers import error_fields, error_text, permanent_error, stored_er
 from ..store.saga_steps import Recorded
 from ..wire import results
 from ..wire.keys import OperationId
-from ..worker.control import is_replacement
 from . import undo
 from .calls import Call, begin, key_of
 from .stopping import stop
@@ -118,7 +117,7 @@ def _undo(attempt: SagaAttempt, tasks: Any, row: Recorded) -> None:
 
 
 def _is_replaced(row: Recorded) -> bool:
-    return is_replacement(results.from_text(row.result or "null"))
+    return (row.result or "").startswith(results.REPLACED_BEGINS)
 
 
 def _begin_undo(attempt: SagaAttempt, tasks: Any, row: Recorded) -> NoReturn:

@@ -9,7 +9,7 @@ from typing import Any
 from ..application import runtime_of
 from ..errors import Misuse
 from ..store.saga_steps import Recorded
-from ..wire import encoding, keys, results
+from ..wire import encoding, keys
 from .misuse import raised_as_misuse
 
 # The task's name, and the arguments of what it undoes, as JSON.
@@ -41,7 +41,7 @@ def arguments(undo: Any, row: Recorded) -> tuple[list[Any], dict[str, Any]]:
     kwargs = dict(given["kwargs"])
     if _wants_result(undo):
         text = row.result if row.entry is None else row.entry.get("result")
-        kwargs[RESULT] = results.from_text(text or "null")
+        kwargs[RESULT] = runtime_of(undo.app).read_result(text or "null")
     return list(given["args"]), kwargs
 
 

@@ -13,7 +13,6 @@ from celery.canvas import Signature
 
 from ..application import settings_of
 from ..sagas import SagaTask
-from ..wire import results
 from ..worker.task import IdempotentTask
 from .call import CallUnderTest
 from .database import prepare
@@ -162,7 +161,7 @@ class _Check:
     def _read(self) -> Left:
         record = self._ground.record(self._call.id)
         error = {} if record.status == "completed" else json.loads(record.error)
-        result = results.from_text(record.result) if record.result is not None else None
+        result = self._ground.result(record)
         calls = list(self._server.calls)
         rows: dict[str, Sequence[Row]] = {
             OUTCOME: [{"status": record.status, **error}],

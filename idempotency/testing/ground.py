@@ -14,11 +14,13 @@ from sqlalchemy import Table, text
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.pool import NullPool
 
+from .. import objects
 from ..application import settings_of
 from ..store import testing as stored
 from ..store.connections import make_engine
 from ..store.schema import SCHEMA
 from ..store.statements import describe
+from ..wire import results
 from ..wire.keys import OperationId
 from ..wire.message import Message
 from .database import forget_hints, require_test_database
@@ -134,6 +136,12 @@ class Ground:
     def record(self, id: OperationId) -> Any:
         """Status, result, error and effects of the operation; None without a record."""
         return stored.outcome(self._connection, id)
+
+    def result(self, record: Any) -> Any:
+        """The result that a record keeps, wherever it is; None without one."""
+        if record.result is None:
+            return None
+        return results.from_text(objects.fetch(self._settings.large_results_at, record.result))
 
     def enqueued(self) -> list[Row]:
         """The messages left in the outbox since `clear`, but for the check's own operations."""

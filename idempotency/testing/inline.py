@@ -18,7 +18,6 @@ from ..store import saga_steps
 from ..store import testing as stored
 from ..store.answers import stored_error
 from ..store.outbox import EXTERNAL
-from ..wire import results
 from ..wire.keys import OperationId
 from ..wire.message import Message
 from ..worker.eager import check_no_transaction
@@ -154,7 +153,7 @@ class Outbox:
             self._undecided.add(id)
         if of_sagas.stopped is not None:
             error = stored_error(of_sagas.stopped)
-        result = None if record is None or record.result is None else results.from_text(record.result)
+        result = None if record is None or record.result is None else runtime_of(self._app).read_result(record.result)
         raises = of_sagas.stopped is not None or (status == "failed" and not of_sagas.is_called)
         return Ran(row.task, row.key, status, result, error), raises
 

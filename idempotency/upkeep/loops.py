@@ -17,7 +17,7 @@ from ..observe.outages import Pauses, reason
 from ..relay.relay import Relay
 from ..relay.resend import resend_lost
 from ..store.statements import is_news
-from . import alarms, alerts, maintenance
+from . import alarms, alerts, maintenance, objects
 from .presence import SignOfLife
 
 # How often upkeep checks whether anything is due.
@@ -29,6 +29,8 @@ ALERT_WATCH = 5.0
 # How often it purges, and how many rows at a time; while there are more, it goes on without a pause.
 PURGE_WATCH = 60.0
 PURGE_LIMIT = 5_000
+# How often it looks through the large results for those that nothing refers to.
+OBJECT_WATCH = 6 * 3600.0
 
 
 def run_relay(celery: Celery, stop: threading.Event) -> None:
@@ -69,7 +71,7 @@ def run_relay(celery: Celery, stop: threading.Event) -> None:
 
 def _upkeep(celery: Celery, stop: threading.Event, progressed: Callable[[], object]) -> None:
     """Send alerts, raise alarms and purge until `stop` is set."""
-    alert_at = purge_at = time.monotonic()
+    alert_at = purge_at = objects_at = time.monotonic()
     pauses = Pauses()
     while not stop.is_set():
         progressed()
@@ -83,6 +85,9 @@ def _upkeep(celery: Celery, stop: threading.Event, progressed: Callable[[], obje
                 purge_at = now + PURGE_WATCH
                 if maintenance.purge_once(celery, limit=PURGE_LIMIT).more:
                     purge_at = now
+            if now >= objects_at:
+                objects_at = now + OBJECT_WATCH
+                objects.sweep(celery, progressed)
             pauses.end()
         except OperationalError as error:
             pause = pauses.next()

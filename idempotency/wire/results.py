@@ -7,7 +7,7 @@ from typing import Any
 
 from ..errors import InvalidResult, ResultErased, ResultUnreadable
 from ..extras import extra
-from . import encoding
+from . import encoding, references
 
 # In the place of a result that was erased: JSON that `to_text` never makes, and that older code reads as null.
 ERASED = " null"
@@ -41,6 +41,8 @@ def from_text(text: str) -> Any:
     """Decode a stored value. Raises `ResultErased`, `MissingExtra`, and `ResultUnreadable` for what `to_text` has not written."""
     if text == ERASED:
         raise ResultErased("the operation was carried out once; its data has been erased since")
+    if references.is_reference(text):
+        raise ResultUnreadable("result: is kept elsewhere, where this does not look")
     return encoding.loads(plain(text))
 
 

@@ -265,7 +265,10 @@ class IdempotentTask(ControlledTask[P, R_co]):
             case Completed(result=results.ERASED):
                 return Raised(ResultErased(f"{self.name}: carried out once; its data has been erased since"))
             case Completed():
-                return self._returned(delivery, outcome.value())
+                try:
+                    return self._returned(delivery, runtime_of(self.app).read_result(outcome.result))
+                except Exception as error:
+                    return Raised(error)  # the operation is carried out, and this only asks for its result
             case Ended(PermanentError(code=code)) | Failed(code=code) if code == REVOKED and not delivery.is_eager:
                 return Raised(Ignore(REVOKED))
             case Ended(error):

@@ -76,6 +76,9 @@ def configure(environment: dict[str, str]) -> None:
         idempotency_retry_base=float(environment.get("RETRY_BASE", "0.05")),
         idempotency_max_run=float(environment.get("MAX_RUN", "600")),
         idempotency_redis_pause=0.2,
+        idempotency_compress_results_above=64 * 1024,
+        idempotency_large_results_at=None,
+        idempotency_large_result_limit=32 * 1024 * 1024,
         # what is rejected ends at once, unless a test is about a deploy
         idempotency_unknown_task_grace=float(environment.get("UNKNOWN_TASK_GRACE", "0")),
         idempotency_message_secrets=environment.get("MESSAGE_SECRETS", ""),

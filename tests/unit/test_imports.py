@@ -52,6 +52,7 @@ LAYERS = (
     ("extras",),
     ("observe",),
     ("wire",),
+    ("objects",),
     ("settings", "queues", "providers", "framework"),
     ("store",),
     ("broker",),

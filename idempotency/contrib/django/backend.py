@@ -36,7 +36,6 @@ from ...application import runtime_of
 from ...attempt.conclusions import NotDeclined
 from ...errors import Defer, SettingsError
 from ...store import operations
-from ...wire import results
 from ...wire.keys import OperationId
 from ...wire.message import Message
 from .integration import celery_app
@@ -139,7 +138,7 @@ class IdempotentBackend(BaseTaskBackend):
         )
         result.worker_ids.extend([record.get("locked_by") or "unknown"] * record.get("attempts", 0))
         if status == TaskResultStatus.SUCCESSFUL:
-            object.__setattr__(result, "_return_value", results.from_text(record["result"]))
+            object.__setattr__(result, "_return_value", runtime.read_result(record["result"]))
         if status == TaskResultStatus.FAILED:
             failed = f"{record['error']['code']}: {record['error']['message']}"
             result.errors.append(TaskError(exception_class_path="idempotency.errors.OperationFailed", traceback=failed))

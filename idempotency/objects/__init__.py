@@ -1,0 +1,77 @@
+"""Where results are kept that are too long for Postgres: files of a directory, a bucket of S3, or a place of your own.
+
+An object is put before the commit that refers to it, under a name that is never used again. What no record refers to, because
+that commit did not come or the record has gone, is deleted by a sweep (`upkeep/objects.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol, runtime_checkable
+from urllib.parse import unquote, urlsplit
+
+from ..errors import ResultUnreadable
+from ..wire import references
+
+# Names that `older` gives at a time, and that `delete` takes: as many as S3 lists and deletes by one request.
+PAGE = 1000
+
+
+@runtime_checkable
+class ObjectStore(Protocol):
+    """A place for long results. What its methods raise is taken for a place that does not answer, and is tried again.
+
+    Not promised to be called by one thread at a time.
+    """
+
+    def put(self, name: str, data: bytes) -> None:
+        """Store an object; when this returns, it outlives a crash. A name is never put twice."""
+
+    def get(self, name: str) -> bytes:
+        """An object. Raises `KeyError` if there is none."""
+
+    def delete(self, names: Sequence[str]) -> None:
+        """Delete up to `PAGE` objects; some may be gone already."""
+
+    def older(self, seconds: float) -> Iterator[list[str]]:
+        """The names of all that was put at least so long ago, up to `PAGE` at a time."""
+
+
+def object_store(address: str) -> ObjectStore:
+    """The store at `file:///a/directory` or `s3://bucket/prefix`. Does not connect. Raises `ValueError`."""
+    parts = urlsplit(address)
+    if parts.query or parts.fragment or "@" in parts.netloc:
+        raise ValueError("must be file:///a/directory or s3://bucket/prefix, and nothing else")
+    if parts.scheme == "file" and not parts.netloc and parts.path.startswith("/"):
+        from .files import Files
+
+        return Files(unquote(parts.path))
+    if parts.scheme == "s3" and parts.netloc:
+        from .s3 import Bucket
+
+        return Bucket(parts.netloc, parts.path.strip("/"))
+    raise ValueError("must be file:///a/directory or s3://bucket/prefix")
+
+
+def keep(store: ObjectStore, text: str) -> str:
+    """Put a long result there. Returns the reference that its record keeps."""
+    data = text.encode()
+    reference = references.new_reference(data)
+    store.put(reference.name, data)
+    return str(reference)
+
+
+def fetch(store: ObjectStore | None, text: str) -> str:
+    """A stored result, from there if it is a reference. Raises `ResultUnreadable`, and what the store raises."""
+    if not references.is_reference(text):
+        return text
+    reference = references.reference(text)
+    if store is None:
+        raise ResultUnreadable(
+            "result: is kept elsewhere; set idempotency_large_results_at, to the same in all processes"
+        )
+    try:
+        data = store.get(reference.name)
+    except KeyError:
+        raise ResultUnreadable(f"result: {reference.name} is gone from idempotency_large_results_at") from None
+    return references.checked(reference, data)

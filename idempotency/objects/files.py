@@ -1,0 +1,63 @@
+"""Long results as files of a directory that all processes share. Only the user that runs them can read them."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from . import PAGE
+
+# Of a file that is being written. One whose process died is deleted like an object that nothing refers to.
+PART = ".part"
+
+
+class Files:
+    """Objects as files: written beside their place, flushed, and renamed."""
+
+    def __init__(self, directory: str) -> None:
+        self._directory = Path(directory)
+
+    def put(self, name: str, data: bytes) -> None:
+        path = self._directory / name
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        part = path.with_name(path.name + PART)
+        with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        part.rename(path)
+        for directory in (path.parent, self._directory):  # their entries outlive a crash, too
+            opened = os.open(directory, os.O_RDONLY)
+            try:
+                os.fsync(opened)
+            finally:
+                os.close(opened)
+
+    def get(self, name: str) -> bytes:
+        if not self._directory.is_dir():
+            raise NotADirectoryError(f"{self._directory}: is not there")  # not mounted, which says nothing of an object
+        try:
+            return (self._directory / name).read_bytes()
+        except FileNotFoundError:
+            raise KeyError(name) from None
+
+    def delete(self, names: Sequence[str]) -> None:
+        for name in names:
+            with suppress(FileNotFoundError):
+                (self._directory / name).unlink()
+
+    def older(self, seconds: float) -> Iterator[list[str]]:
+        before, page = time.time() - seconds, list[str]()
+        for folder in sorted(self._directory.glob("[0-9a-f][0-9a-f]")):
+            for entry in os.scandir(folder):
+                with suppress(FileNotFoundError):
+                    if entry.is_file(follow_symlinks=False) and entry.stat().st_mtime <= before:
+                        page.append(f"{folder.name}/{entry.name}")
+                if len(page) == PAGE:
+                    yield page
+                    page = []
+        if page:
+            yield page

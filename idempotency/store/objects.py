@@ -1,0 +1,41 @@
+"""Which results that are kept elsewhere have a record, or a saga's step, that refers to them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from sqlalchemy import Connection
+
+from ..wire.keys import OperationId
+from ..wire.references import BEGIN, NAME_LENGTH, reference
+from .record import ROW, named
+from .statements import execute
+
+# As the indexes `records_objects` and `saga_steps_objects` (migration 0016) have it: a reference without what follows its name.
+_BEGINNING = (
+    f"left({{of}}.result, {len(BEGIN) + NAME_LENGTH}) = '{BEGIN}' || n.name AND starts_with({{of}}.result, '{BEGIN}')"
+)
+
+_UNUSED = f"""
+SELECT n.name FROM unnest(%(names)s::text[]) n(name)
+WHERE NOT EXISTS (SELECT FROM idempotency.records r WHERE {_BEGINNING.format(of="r")})
+  AND NOT EXISTS (SELECT FROM idempotency.saga_steps s WHERE {_BEGINNING.format(of="s")})
+"""
+
+_OF_OPERATION = f"""
+SELECT result FROM idempotency.records WHERE {ROW} AND starts_with(result, '{BEGIN}')
+UNION SELECT result FROM idempotency.saga_steps
+WHERE (tenant, call_task, call_key) = (%(tenant)s, %(task)s, %(key)s) AND starts_with(result, '{BEGIN}')
+"""
+
+
+def unused(connection: Connection, names: Sequence[str]) -> list[str]:
+    """Those of these names that nothing refers to. What was put just before may still be referred to by a commit to come."""
+    return [row.name for row in execute(connection, _UNUSED, {"names": list(names)})]
+
+
+def of_operations(connection: Connection, ids: Sequence[OperationId]) -> list[str]:
+    """The names that these operations refer to."""
+    return [
+        reference(row.result).name for id in ids for row in connection.exec_driver_sql(_OF_OPERATION, named(id)).all()
+    ]

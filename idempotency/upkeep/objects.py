@@ -1,0 +1,35 @@
+"""Delete long results that nothing refers to any more, or never did."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from celery import Celery
+
+from ..application import runtime_of
+from ..observe.logs import log
+from ..settings import DAY
+from ..store import objects
+
+
+def sweep(app: Celery, progressed: Callable[[], object] = lambda: None) -> int:
+    """Delete what is in `large_results_at` and no record refers to; returns how many.
+
+    Records that were purged or erased leave it, and attempts that ended between putting it and their commit. Nothing is deleted
+    in its first day, or twice the longest run if that is more: an attempt's commit may still come. Looks at all that is there,
+    so run it some times a day. Raises what the store raises.
+    """
+    runtime = runtime_of(app)
+    store, deleted = runtime.settings.large_results_at, 0
+    if store is None:
+        return 0
+    for names in store.older(max(DAY, 2 * runtime.settings.longest_run)):
+        progressed()
+        with runtime.autocommit() as connection:
+            unused = objects.unused(connection, names)
+        if unused:
+            store.delete(unused)
+            deleted += len(unused)
+    if deleted:
+        log.info("objects_deleted", objects=deleted)
+    return deleted

@@ -1,0 +1,369 @@
+"""Results that are too long for Postgres are kept elsewhere: nothing of one is lost, and nothing stays that is not needed."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import boto3
+import pytest
+from celery import Celery
+from moto.moto_server.threaded_moto_server import ThreadedMotoServer
+from sqlalchemy import Engine, text
+
+from idempotency import IdempotentTask, lookup
+from idempotency.application import close_runtime, runtime_of
+from idempotency.errors import InvalidResult, ResultErased, ResultUnreadable, SettingsError
+from idempotency.objects import PAGE, ObjectStore, object_store
+from idempotency.operate.change import Change
+from idempotency.operate.erase import erase
+from idempotency.settings import Settings
+from idempotency.testing.processes import Action, Delivery, Interruption
+from idempotency.upkeep import maintenance, objects
+from idempotency.wire.headers import KEY_HEADER, TENANT_HEADER
+from idempotency.wire.message import Message
+from tests.integration.test_batch_neighbours import message, put, run, states
+from tests.support import operations as op
+from tests.support.deliveries import Deliveries
+from tests.support.tasks import make_task
+
+LIMIT = 256 * 1024
+DAY = 86400.0
+
+
+def large(seed: int = 1) -> dict[str, str]:
+    return {"document": f"{seed}ä" + "x" * LIMIT}
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[str]:
+    """A server that speaks S3's protocol; its bucket is empty."""
+    server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    server.start()
+    try:
+        yield "http://{}:{}".format(*server.get_host_and_port())
+    finally:
+        server.stop()
+
+
+class Place:
+    """A place for objects, and what a test does to it behind the library's back."""
+
+    def __init__(self, address: str, directory: Path | None, client: Any) -> None:
+        self.address, self._directory, self._client = address, directory, client
+
+    @property
+    def names(self) -> list[str]:
+        if self._directory is not None:
+            return sorted(str(path.relative_to(self._directory)) for path in self._directory.glob("*/*"))
+        found = self._client.list_objects_v2(Bucket="results", Prefix="shop/")
+        return [each["Key"].removeprefix("shop/") for each in found.get("Contents", ())]
+
+    def replace(self, name: str, data: bytes) -> None:
+        if self._directory is not None:
+            (self._directory / name).write_bytes(data)
+        else:
+            self._client.put_object(Bucket="results", Key=f"shop/{name}", Body=data)
+
+
+@pytest.fixture(params=["file", "s3"])
+def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+    if request.param == "file":
+        yield Place(f"file://{tmp_path}/results", tmp_path / "results", None)
+        return
+    endpoint: str = request.getfixturevalue("s3")
+    given = {
+        "ENDPOINT_URL": endpoint,
+        "ACCESS_KEY_ID": "id",
+        "SECRET_ACCESS_KEY": "secret",
+        "DEFAULT_REGION": "eu-west-1",
+    }
+    for name, value in given.items():
+        monkeypatch.setenv(f"AWS_{name}", value)
+    client = boto3.client("s3")
+    client.create_bucket(Bucket="results", CreateBucketConfiguration={"LocationConstraint": "eu-west-1"})
+    yield Place("s3://results/shop", None, client)
+    for each in client.list_objects_v2(Bucket="results").get("Contents", ()):
+        client.delete_object(Bucket="results", Key=each["Key"])
+    client.delete_bucket(Bucket="results")
+
+
+@pytest.fixture
+def kept(bank: Celery, place: Place) -> Place:
+    bank.conf.idempotency_large_results_at = place.address
+    bank.conf.idempotency_compress_results_above = None
+    return place
+
+
+@pytest.fixture
+def directory(bank: Celery, tmp_path: Path) -> Place:
+    """A directory, where it does not matter which place it is."""
+    bank.conf.idempotency_large_results_at = f"file://{tmp_path}/results"
+    bank.conf.idempotency_compress_results_above = None
+    return Place(f"file://{tmp_path}/results", tmp_path / "results", None)
+
+
+def body(self: IdempotentTask, account: str) -> Any:
+    put(self, account)
+    return large() if account.startswith("e") else {"short": account}
+
+
+def stored(engine: Engine) -> dict[str, str]:
+    with engine.connect() as connection:
+        return {row.key: row.result for row in connection.execute(text("SELECT key, result FROM idempotency.records"))}
+
+
+def age(engine: Engine, key: str) -> None:
+    """Past its retention."""
+    with engine.connect() as connection:
+        connection.execute(
+            text("UPDATE idempotency.records SET expires_at = clock_timestamp() - interval '1 s' WHERE key = :key"),
+            {"key": key},
+        )
+
+
+@pytest.fixture
+def swept(bank: Celery, monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
+    """Sweep as if all that is there had been put long ago."""
+
+    def sweep() -> int:
+        kind = type(runtime_of(bank).settings.large_results_at)
+        older = kind.older
+        with monkeypatch.context() as patch:
+            patch.setattr(kind, "older", lambda self, seconds: older(self, -60.0))
+            return objects.sweep(bank)
+
+    return sweep
+
+
+@pytest.mark.parametrize("options", [{}, {"batch": 10}, {"batch": 10, "batch_commit": "each"}])
+def test_a_large_result_is_kept_there_and_read_by_every_duplicate(
+    bank: Celery, engine: Engine, kept: Place, options: dict[str, Any], entries: Any
+) -> None:
+    task = make_task(bank, body, key="{account}", **options)
+    if options:
+        run(bank, task, *(message(bank, task, account) for account in ("e0", "f1")))
+    else:
+        assert [task.apply(("e0",)).get(), task.apply(("f1",)).get()] == [large(), {"short": "f1"}]
+    assert states(engine) == {"e0": "completed", "f1": "completed"}
+    found = stored(engine)
+    assert found["e0"].startswith("object:")
+    assert len(found["e0"]) < 200
+    assert found["f1"] == '{"short": "f1"}'
+    assert len(kept.names) == 1
+    assert task.apply(("e0",)).get() == large()
+    assert lookup(bank, task.name, "e0").result == large()
+    assert entries("e0") == 1
+
+
+def test_without_a_place_a_large_result_is_refused_as_before(bank: Celery) -> None:
+    task = make_task(bank, body, key="{account}")
+    with pytest.raises(InvalidResult, match=f"at most {LIMIT} bytes"):
+        task.apply(("e0",)).get()
+
+
+def test_what_is_larger_still_is_refused_and_leaves_nothing(bank: Celery, directory: Place, entries: Any) -> None:
+    bank.conf.idempotency_large_result_limit = LIMIT + 5
+    task = make_task(bank, body, key="{account}")
+    with pytest.raises(InvalidResult, match=f"at most {LIMIT + 5} bytes"):
+        task.apply(("e0",)).get()
+    assert (directory.names, entries("e0")) == ([], 0)
+
+
+def test_one_that_is_short_once_compressed_stays_in_its_record(bank: Celery, engine: Engine, directory: Place) -> None:
+    bank.conf.idempotency_compress_results_above = 64 * 1024
+    task = make_task(bank, body, key="{account}")
+    assert task.apply(("e0",)).get() == large()
+    assert stored(engine)["e0"].startswith("zstd:")
+    assert directory.names == []
+
+
+def test_code_that_does_not_know_it_takes_it_for_no_value(bank: Celery, engine: Engine, directory: Place) -> None:
+    make_task(bank, body, key="{account}").apply(("e0",))
+    with pytest.raises(json.JSONDecodeError):
+        json.loads(stored(engine)["e0"])
+
+
+class Down:
+    """A place that does not answer."""
+
+    def put(self, name: str, data: bytes) -> None:
+        raise ConnectionError("down")
+
+    def get(self, name: str) -> bytes:
+        raise ConnectionError("down")
+
+    def delete(self, names: Sequence[str]) -> None:
+        raise ConnectionError("down")
+
+    def older(self, seconds: float) -> Iterator[list[str]]:
+        raise ConnectionError("down")
+
+
+@pytest.fixture
+def set_place(bank: Celery) -> Callable[[Any], None]:
+    def set_to(place: Any) -> None:
+        close_runtime(bank)
+        bank.conf.idempotency_large_results_at = place
+
+    return set_to
+
+
+def test_while_the_place_does_not_answer_nothing_is_committed_and_no_attempt_used_up(
+    bank: Celery, engine: Engine, deliveries: Deliveries, directory: Place, set_place: Any, entries: Any, record: Any
+) -> None:
+    task = make_task(bank, body, key="{account}", max_attempts=1)
+    set_place(Down())
+    deliveries.deliver(task, "e0")
+    row = record("e0")
+    assert (row.status, row.attempts, entries("e0")) == ("released", 0, 0)
+    assert "large results" in row.error
+    set_place(directory.address)
+    op.make_due(engine, "e0")
+    deliveries.deliver(task, "e0")
+    assert (record("e0").status, entries("e0"), len(directory.names)) == ("completed", 1, 1)
+
+
+def test_a_duplicate_that_cannot_read_it_changes_nothing(
+    bank: Celery, engine: Engine, directory: Place, set_place: Any, entries: Any
+) -> None:
+    task = make_task(bank, body, key="{account}")
+    task.apply(("e0",))
+    set_place(Down())
+    with pytest.raises(ConnectionError):
+        task.apply(("e0",)).get()
+    with pytest.raises(ConnectionError):
+        _ = lookup(bank, task.name, "e0").result
+    assert (states(engine), entries("e0")) == ({"e0": "completed"}, 1)
+
+
+def test_what_was_altered_or_is_gone_is_no_value(bank: Celery, kept: Place) -> None:
+    task = make_task(bank, body, key="{account}")
+    task.apply(("e0",))
+    (name,) = kept.names
+    kept.replace(name, json.dumps(large(2), ensure_ascii=False).encode())
+    with pytest.raises(ResultUnreadable, match="not what was stored"):
+        task.apply(("e0",)).get()
+    runtime_of(bank).settings.large_results_at.delete([name])
+    with pytest.raises(ResultUnreadable, match="is gone"):
+        _ = lookup(bank, task.name, "e0").result
+
+
+@pytest.mark.parametrize("altered", ["object:", "object:../../etc/passwd:00:1", "object:ab/../cd:00:1"])
+def test_a_reference_that_was_altered_is_not_followed(bank: Celery, directory: Place, altered: str) -> None:
+    with pytest.raises(ResultUnreadable, match="altered"):
+        runtime_of(bank).read_result(altered)
+
+
+def test_a_process_without_the_setting_says_what_is_missing(bank: Celery, directory: Place, set_place: Any) -> None:
+    task = make_task(bank, body, key="{account}")
+    task.apply(("e0",))
+    set_place(None)
+    with pytest.raises(ResultUnreadable, match="idempotency_large_results_at"):
+        _ = lookup(bank, task.name, "e0").result
+
+
+def test_a_kill_between_the_object_and_the_commit_leaves_what_the_next_sweep_deletes(
+    bank: Celery, engine: Engine, directory: Place, swept: Any, entries: Any, record: Any
+) -> None:
+    task = make_task(bank, body, key="{account}")
+    sent = Message.composed(
+        bank, task.name, ("e0",), {}, task_id="1", headers={KEY_HEADER: "e0", TENANT_HEADER: "default"}
+    )
+    for life, interruption in enumerate([Interruption(Action.KILL, "result.put"), None]):
+        delivery = Delivery(bank, task, sent, interruption=interruption)
+        try:
+            assert delivery.wait(60)
+            outcome = delivery.journal().outcome
+        finally:
+            delivery.end()
+        if life == 0:
+            assert (outcome, record("e0").status, entries("e0")) == ("killed by SIGKILL", "started", 0)
+            op.deaths(engine, "e0", 1)
+    assert (record("e0").status, entries("e0"), len(directory.names)) == ("completed", 1, 2)
+    assert swept() == 1
+    assert lookup(bank, task.name, "e0").result == large()
+
+
+def test_what_is_purged_is_swept_and_what_is_referred_to_stays(
+    bank: Celery, engine: Engine, kept: Place, swept: Any
+) -> None:
+    task = make_task(bank, body, key="{account}")
+    for account in ("e0", "e1"):
+        task.apply((account,))
+    assert swept() == 0
+    age(engine, "e0")
+    assert maintenance.purge(bank) == 1
+    assert len(kept.names) == 2
+    assert swept() == 1
+    assert len(kept.names) == 1
+    assert lookup(bank, task.name, "e1").result == large()
+
+
+def test_what_was_put_just_now_is_left_for_the_commit_to_come(bank: Celery, kept: Place) -> None:
+    store = runtime_of(bank).settings.large_results_at
+    store.put("ab/" + "ab" * 16, b"1")
+    assert objects.sweep(bank) == 0
+    assert len(kept.names) == 1
+
+
+def test_the_sweep_looks_at_all_pages_and_at_what_a_dead_writer_left(bank: Celery, directory: Place) -> None:
+    store = runtime_of(bank).settings.large_results_at
+    store.put("ab/" + "ab" * 16, b"1")
+    (folder,) = {Path(directory.address.removeprefix("file://")) / "ab"}
+    for number in range(PAGE):
+        (folder / f"{number:032x}").write_bytes(b"2")
+    (folder / ("cd" * 16 + ".part")).write_bytes(b"3")
+    past = time.time() - 2 * DAY
+    for path in folder.iterdir():
+        os.utime(path, (past, past))
+    assert objects.sweep(bank) == PAGE + 2
+    assert list(folder.iterdir()) == []
+
+
+def test_an_erasure_deletes_it_at_once_and_one_that_cannot_is_swept(
+    bank: Celery, engine: Engine, kept: Place, set_place: Any, swept: Any
+) -> None:
+    task = make_task(bank, body, key="{account}")
+    for account in ("e0", "e1"):
+        task.apply((account,))
+    erase(bank, op.operation(task, "e0"), Change("ann", "request 17"))
+    assert len(kept.names) == 1
+    with pytest.raises(ResultErased):
+        _ = lookup(bank, task.name, "e0").result
+    set_place(Down())
+    erase(bank, op.operation(task, "e1"), Change("ann", "request 17"))
+    set_place(kept.address)
+    assert len(kept.names) == 1
+    assert swept() == 1
+
+
+def test_the_files_are_for_their_user_alone(bank: Celery, directory: Place, tmp_path: Path) -> None:
+    make_task(bank, body, key="{account}").apply(("e0",))
+    (name,) = directory.names
+    file = tmp_path / "results" / name
+    assert [path.stat().st_mode & 0o777 for path in (file, file.parent)] == [0o600, 0o700]
+
+
+@pytest.mark.parametrize(
+    "wrong", ["file://host/results", "file:results", "s3:///prefix", "s3://key:secret@bucket/x", "http://h/x"]
+)
+def test_what_is_no_place_is_refused_by_name(wrong: str) -> None:
+    with pytest.raises(SettingsError, match="large_results_at: must be file:///a/directory"):
+        Settings.read({"database_url": "postgresql+psycopg://h/d", "large_results_at": wrong})
+
+
+def test_a_place_of_your_own_is_named_or_given() -> None:
+    assert isinstance(Down(), ObjectStore)
+    given = Settings.read({"database_url": "postgresql+psycopg://h/d", "large_results_at": Down()})
+    assert isinstance(given.large_results_at, Down)
+    with pytest.raises(SettingsError, match="ObjectStore"):
+        Settings.read({"database_url": "postgresql+psycopg://h/d", "large_results_at": f"{__name__}:Down"})
+
+
+def test_a_store_is_not_asked_before_it_is_used() -> None:
+    assert isinstance(object_store("s3://nowhere/at/all"), ObjectStore)
