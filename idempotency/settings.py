@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, Self, TypeVar
-from urllib.parse import urlsplit
+from typing import Annotated, Any, Self
 
 from pydantic import (
     AfterValidator,
@@ -22,125 +21,22 @@ from pydantic import (
     ImportString,
     InstanceOf,
     SecretStr,
-    TypeAdapter,
     ValidationError,
     model_validator,
 )
 from sqlalchemy.engine import make_url
-from sqlalchemy.exc import ArgumentError
-from sqlalchemy.orm import Session, sessionmaker
+from sqlalchemy.orm import Session
 
-from .errors import CallRefused, SettingsError
-from .hosts import check_hosts, is_loopback
-from .objects import ObjectStore, object_store
-from .wire.keys import check_key
+from . import setting_values as values
+from .errors import SettingsError
+from .hosts import check_hosts
+from .objects import ObjectStore
+from .setting_values import WebAddress
 from .wire.results import LONGEST as LONGEST_RESULT
 
 PREFIX = "idempotency_"
 HOUR = 3600.0
 DAY = 24 * HOUR
-NOT_AN_ADDRESS = "not an address"
-# Bytes. It is part of a queue's name, of at most 255.
-SERVICE_LIMIT = 200
-# Characters of a secret that signs messages: as many as the hash has bytes (RFC 2104, section 3).
-SECRET_LENGTH = 32
-
-_Text = TypeVar("_Text", str, SecretStr)
-_IMPORTED = TypeAdapter[Any](ImportString)
-
-
-def _web_address(value: _Text) -> _Text:
-    try:
-        address = urlsplit(value.get_secret_value() if isinstance(value, SecretStr) else value)
-        host = address.hostname
-    except ValueError:
-        raise ValueError(NOT_AN_ADDRESS) from None
-    # in plain text, others on the way could read what it carries, or answer in its place
-    if address.scheme != "https" and not (address.scheme == "http" and is_loopback(host or "")):
-        raise ValueError("must begin with https://, or with http:// on this machine")
-    return value
-
-
-WebAddress = Annotated[str, AfterValidator(_web_address)]
-
-
-def _keys(value: str) -> str:
-    if "://" in value:
-        _web_address(value)
-    elif not Path(value).is_absolute():
-        raise ValueError("must be an https address, or the absolute path of a file")
-    return value
-
-
-def _database_address(value: SecretStr) -> SecretStr:
-    try:
-        driver = make_url(value.get_secret_value()).get_dialect().driver
-    except (ArgumentError, ValueError):
-        raise ValueError(NOT_AN_ADDRESS) from None  # the original message contains parts of the address
-    if driver != "psycopg":
-        raise ValueError("must be a Postgres address with the driver psycopg: postgresql+psycopg://")
-    return value
-
-
-def _separated(value: Any) -> Any:
-    return [part for each in value.split(",") if (part := each.strip())] if isinstance(value, str) else value
-
-
-def _long_enough(value: tuple[SecretStr, ...]) -> tuple[SecretStr, ...]:
-    if any(len(each.get_secret_value()) < SECRET_LENGTH for each in value):
-        raise ValueError(f"each must have at least {SECRET_LENGTH} characters")
-    return value
-
-
-def _engine(value: Any) -> Any:
-    if not callable(value):
-        raise ValueError("must be a function that is called like SQLAlchemy's create_engine, or its name")
-    return value
-
-
-def _session(value: Any) -> Any:
-    if not isinstance(value, sessionmaker) and not (isinstance(value, type) and issubclass(value, Session)):
-        raise ValueError("must be a subclass of SQLAlchemy's Session, a sessionmaker, or the name of one")
-    if isinstance(value, sessionmaker) and (value.kw.get("binds") or value.kw.get("twophase")):
-        raise ValueError("must have neither binds nor twophase: a body's writes and its record are one commit")
-    if isinstance(value, sessionmaker) and value.kw.get("autobegin") is False:
-        raise ValueError("must begin by itself: autobegin=False is the caller's promise to call begin()")
-    return value
-
-
-def _object_store(value: Any) -> Any:
-    if value is None:
-        return None
-    is_address = isinstance(value, str) and ("/" in value or value.startswith(("file:", "s3:")))
-    store = object_store(value) if is_address else _IMPORTED.validate_python(value)
-    if isinstance(store, type) or not isinstance(store, ObjectStore):
-        raise ValueError("must be file:///a/directory, s3://bucket/prefix, or an ObjectStore or the name of one")
-    return store
-
-
-def _redis_address(value: SecretStr) -> SecretStr:
-    import redis  # takes as long to import as a third of this library, and Redis is optional
-
-    try:
-        redis.Redis.from_url(value.get_secret_value()).close()  # does not connect
-    except ValueError:
-        raise ValueError(NOT_AN_ADDRESS) from None
-    return value
-
-
-def _key(value: str) -> str:
-    try:
-        return check_key(value, field="tenant")
-    except CallRefused as error:
-        raise ValueError(str(error)) from None
-
-
-def _service(value: str) -> str:
-    if not value.isprintable() or not 0 < len(value.encode()) <= SERVICE_LIMIT:
-        raise ValueError(f"must be 1 to {SERVICE_LIMIT} bytes of printable text: it is part of a queue's name")
-    if value == "__main__":
-        raise ValueError("is '__main__', as Celery(__name__) is in a script; set it, to the same in all processes")
-    return value
 
 
 class Settings(BaseModel):
@@ -149,20 +45,20 @@ class Settings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True, allow_inf_nan=False)
 
     # A SQLAlchemy URL. The library's tables and the application's must be in one database to share transactions.
-    database_url: Annotated[SecretStr, AfterValidator(_database_address)]
+    database_url: Annotated[SecretStr, AfterValidator(values.database_address)]
     # Called instead of SQLAlchemy's create_engine, with the same arguments, and returns the Engine: for passwords that
     # expire, connect arguments, or listeners of your own. Or its name, "yourapp.db:engine".
-    engine: Annotated[ImportString[Any], AfterValidator(_engine)] | None = None
+    engine: Annotated[ImportString[Any], AfterValidator(values.engine)] | None = None
     # The class of `self.session`: a subclass of Session, or a sessionmaker, whose class and options are used and whose
     # bind is not. Or its name.
-    session: Annotated[ImportString[Any], AfterValidator(_session)] = Session
+    session: Annotated[ImportString[Any], AfterValidator(values.session)] = Session
     # Redis only saves work; without it, every claim and duplicate goes to Postgres.
-    redis_url: Annotated[SecretStr, AfterValidator(_redis_address)] | None = None
+    redis_url: Annotated[SecretStr, AfterValidator(values.redis_address)] | None = None
     # Hosts and networks at which Postgres, Redis, the broker and the result backend may be reached in plain text, or over
     # TLS that does not verify them: where the network itself does. From the environment, separated by commas.
-    plain_text_hosts: Annotated[tuple[str, ...], BeforeValidator(_separated), AfterValidator(check_hosts)] = ()
+    plain_text_hosts: Annotated[tuple[str, ...], BeforeValidator(values.separated), AfterValidator(check_hosts)] = ()
     # The tenant of calls that name none; keys are unique per tenant.
-    tenant: Annotated[str, AfterValidator(_key)] = "default"
+    tenant: Annotated[str, AfterValidator(values.key)] = "default"
 
     # How long a claim is respected without renewal. Long enough to survive a garbage collection or a busy machine,
     # short enough that a holder that died on another host is replaced within about a minute.
@@ -213,7 +109,7 @@ class Settings(BaseModel):
     # Where results go that are longer than `result_limit`, of up to `large_result_limit` bytes of JSON: file:///a/directory that all
     # processes share, s3://bucket/prefix with the extra `s3`, or an ObjectStore of your own or its name. One database's own: what
     # its records do not refer to is deleted. Default: longer results are refused.
-    large_results_at: Annotated[InstanceOf[ObjectStore] | None, BeforeValidator(_object_store)] = None
+    large_results_at: Annotated[InstanceOf[ObjectStore] | None, BeforeValidator(values.object_store)] = None
     large_result_limit: int = Field(32 * 1024 * 1024, gt=0, le=LONGEST_RESULT)
     arguments_limit: int = Field(1024 * 1024, gt=0)
 
@@ -227,7 +123,9 @@ class Settings(BaseModel):
 
     # What messages are signed with: the first signs, each of them is accepted, so that a new one can be added everywhere
     # before it signs. From the environment, separated by commas. Without one, nothing is signed and nothing is checked.
-    message_secrets: Annotated[tuple[SecretStr, ...], BeforeValidator(_separated), AfterValidator(_long_enough)] = ()
+    message_secrets: Annotated[
+        tuple[SecretStr, ...], BeforeValidator(values.separated), AfterValidator(values.long_enough)
+    ] = ()
     # Until then, messages without a signature are run, too: those that were in flight when signing began.
     unsigned_until: AwareDatetime | None = None
     # Until then, an effect with a `reconcile` asks the provider before its first call: after the restore of a backup.
@@ -239,14 +137,14 @@ class Settings(BaseModel):
     people_file: Path | None = None
     oidc_issuer: WebAddress | None = None
     oidc_audience: str | None = Field(None, min_length=1)
-    oidc_keys: Annotated[str, AfterValidator(_keys)] | None = None
+    oidc_keys: Annotated[str, AfterValidator(values.keys)] | None = None
     oidc_groups: str = Field("groups", min_length=1)
 
     # This application's name on all that it stores and sends. The same in all of its processes, and in no other
     # application on the same database or broker; a queue has it in its name. Default: the Celery application's name.
-    service: Annotated[str, AfterValidator(_service)] = "celery"
+    service: Annotated[str, AfterValidator(values.service)] = "celery"
     # Where alerts are posted as {"text": ...}, as for Slack's incoming webhooks. Default: log and metric only.
-    alert_webhook_url: Annotated[SecretStr, AfterValidator(_web_address)] | None = None
+    alert_webhook_url: Annotated[SecretStr, AfterValidator(values.web_address)] | None = None
     # One alert per service and reason in this time, with a count of the new dead letters.
     alert_interval: float = Field(60.0, gt=0)
     # A service with more open dead letters than this raises an alarm.
@@ -269,7 +167,9 @@ class Settings(BaseModel):
     report_smtp_url: SecretStr = SecretStr("smtp://127.0.0.1:25")
     # Hosts and networks that webhooks to customers may be sent to although they are not public: names, addresses, networks.
     # From the environment, separated by commas.
-    webhook_allowed_hosts: Annotated[tuple[str, ...], BeforeValidator(_separated), AfterValidator(check_hosts)] = ()
+    webhook_allowed_hosts: Annotated[
+        tuple[str, ...], BeforeValidator(values.separated), AfterValidator(check_hosts)
+    ] = ()
     # Certificates of authorities that endpoints may have beside those that the system trusts, as PEM.
     webhook_ca_file: FilePath | None = None
     # For one POST, from the look-up of the name to the end of the answer.

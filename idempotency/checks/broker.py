@@ -7,10 +7,10 @@ from datetime import UTC, datetime
 
 from celery import Celery
 
-from .. import settings
 from ..broker.channel import verifying
 from ..errors import SettingsError
 from ..hosts import is_loopback
+from ..setting_values import NOT_AN_ADDRESS
 from ..settings import Settings
 from .findings import Finding, ok, refusal, warning
 from .queues import check_real_queues
@@ -26,7 +26,7 @@ def require_broker_address(app: Celery) -> None:
     try:
         _speaks_amqp(app)
     except ValueError:
-        raise SettingsError(f"broker_url: {settings.NOT_AN_ADDRESS}") from None
+        raise SettingsError(f"broker_url: {NOT_AN_ADDRESS}") from None
 
 
 def check_broker_settings(app: Celery) -> tuple[bool, list[Finding]]:
@@ -37,7 +37,7 @@ def check_broker_settings(app: Celery) -> tuple[bool, list[Finding]]:
             late = "a killed worker's messages come back only after the visibility time-out"
             return False, [warning("broker", found, f"good enough for trying things out; {late}")]
     except ValueError:
-        return False, [refusal("broker_url", settings.NOT_AN_ADDRESS, "correct it")]
+        return False, [refusal("broker_url", NOT_AN_ADDRESS, "correct it")]
     if (app.conf.broker_transport_options or {}).get("confirm_publish"):
         return True, []
     advice = "a message that the broker does not accept would be lost silently"
@@ -88,7 +88,7 @@ def _speaks_amqp(app: Celery) -> bool:
     try:
         return bool(app.connection_for_write().transport.driver_type == "amqp")
     except KeyError:  # kombu's, for a value of ssl_cert_reqs
-        raise ValueError(settings.NOT_AN_ADDRESS) from None
+        raise ValueError(NOT_AN_ADDRESS) from None
 
 
 def check_broker(app: Celery) -> list[Finding]:

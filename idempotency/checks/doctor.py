@@ -12,6 +12,7 @@ from ..settings import Settings
 from ..worker.task import idempotent_tasks
 from .broker import check_broker, check_broker_settings, check_remote_control, check_signatures
 from .findings import Finding, Level, warning
+from .objects import check_objects
 from .people import check_operators, check_people
 from .postgres import check_database
 from .processes import check_processes
@@ -61,6 +62,8 @@ def doctor(app: Celery) -> list[Finding]:
                 "database", "idempotency_database_url", lambda: check_operators(app, settings), Level.WARNING
             )
         findings += check_people(settings)
+        if settings.large_results_at is not None:
+            findings += check_objects(settings.large_results_at)
     if not is_refused(findings, "broker_url", "broker_read_url", "broker_write_url"):
         findings += check_server("broker", "broker_url", lambda: check_broker(app))
     order = list(reversed(Level))

@@ -10,7 +10,7 @@ from redis import RedisError
 from sqlalchemy.exc import ArgumentError, DBAPIError
 
 from ..observe.outages import reason
-from ..settings import NOT_AN_ADDRESS
+from ..setting_values import NOT_AN_ADDRESS
 from .findings import Finding, Level
 
 # Seconds to wait for a server.

@@ -9,7 +9,7 @@ from kombu import Message
 
 from ..application import runtime_of
 from ..queues import forwarded_dead_letters, own_dead_letter_queue
-from ..settings import SERVICE_LIMIT
+from ..setting_values import SERVICE_LIMIT
 from ..wire.headers import SERVICE_HEADER
 from .death import death_of
 

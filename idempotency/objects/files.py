@@ -22,7 +22,7 @@ class Files:
 
     def put(self, name: str, data: bytes) -> None:
         path = self._directory / name
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path.parent.mkdir(mode=0o700, exist_ok=True)  # not the directory itself: what is not mounted is not there
         part = path.with_name(path.name + PART)
         with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
             file.write(data)
@@ -37,8 +37,7 @@ class Files:
                 os.close(opened)
 
     def get(self, name: str) -> bytes:
-        if not self._directory.is_dir():
-            raise NotADirectoryError(f"{self._directory}: is not there")  # not mounted, which says nothing of an object
+        self._require_directory()
         try:
             return (self._directory / name).read_bytes()
         except FileNotFoundError:
@@ -49,7 +48,13 @@ class Files:
             with suppress(FileNotFoundError):
                 (self._directory / name).unlink()
 
+    def _require_directory(self) -> None:
+        """One that is not mounted says nothing of what is in it."""
+        if not self._directory.is_dir():
+            raise NotADirectoryError(f"{self._directory}: is not there; make it, or mount it")
+
     def older(self, seconds: float) -> Iterator[list[str]]:
+        self._require_directory()
         before, page = time.time() - seconds, list[str]()
         for folder in sorted(self._directory.glob("[0-9a-f][0-9a-f]")):
             for entry in os.scandir(folder):

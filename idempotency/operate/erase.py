@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -9,7 +10,7 @@ from celery import Celery
 
 from ..application import runtime_of
 from ..errors import ChangeRefused
-from ..objects import PAGE
+from ..objects import PAGE, ObjectStore
 from ..sagas.task import SagaTask
 from ..store import erasure, objects, operations
 from ..wire.keys import OperationId
@@ -46,8 +47,13 @@ def erase(app: Celery, id: OperationId, change: Change) -> list[OperationId]:
         for each in ids:
             said = change if each == id else replace(change, request_id=None)
             audit(connection, said, "erase", each, rows[each], details={} if each == id else {"called_by": called(id)})
-    if large and (store := runtime.settings.large_results_at) is not None:
-        with suppress(Exception):  # nothing refers to them any more: then the next sweep deletes them
-            for start in range(0, len(large), PAGE):
-                store.delete(large[start : start + PAGE])
+    _delete(runtime.settings.large_results_at, large)
     return ids
+
+
+def _delete(store: ObjectStore | None, names: Sequence[str]) -> None:
+    if store is None:
+        return
+    with suppress(Exception):  # nothing refers to them any more: then the next sweep deletes them
+        for start in range(0, len(names), PAGE):
+            store.delete(names[start : start + PAGE])

@@ -17,7 +17,7 @@ _BEGINNING = (
 )
 
 _UNUSED = f"""
-SELECT n.name FROM unnest(%(names)s::text[]) n(name)
+SELECT n.name FROM pg_catalog.unnest(%(names)s::text[]) n(name)
 WHERE NOT EXISTS (SELECT FROM idempotency.records r WHERE {_BEGINNING.format(of="r")})
   AND NOT EXISTS (SELECT FROM idempotency.saga_steps s WHERE {_BEGINNING.format(of="s")})
 """

@@ -44,7 +44,6 @@ from ..errors import (
     OperationBusy,
     OperationFailed,
     PermanentError,
-    ResultErased,
     ServiceMismatch,
     Unanswered,
     UnsupportedControl,
@@ -55,7 +54,6 @@ from ..observe.logs import log
 from ..providers import ProviderContract
 from ..store.answers import Busy, Completed, Failed, Foreign, Mismatch, Stale
 from ..store.statements import describe, leave_out_values
-from ..wire import results
 from ..wire.delivery import Delivery
 from ..wire.headers import DUE_HEADER, GENERATION_HEADER
 from . import following, hooks, parking
@@ -262,8 +260,6 @@ class IdempotentTask(ControlledTask[P, R_co]):
         match outcome:
             case Finished(result=result):
                 return self._returned(delivery, result)
-            case Completed(result=results.ERASED):
-                return Raised(ResultErased(f"{self.name}: carried out once; its data has been erased since"))
             case Completed():
                 try:
                     return self._returned(delivery, runtime_of(self.app).read_result(outcome.result))

@@ -21,7 +21,7 @@ def edge_database(servers: services.Services, template: str) -> Iterator[str]:
     name = f"edge_{uuid4().hex[:12]}"
     admin = create_engine(servers.database_url, isolation_level="AUTOCOMMIT")
     with admin.connect() as connection:
-        connection.execute(text(f"CREATE DATABASE {name} TEMPLATE {template}"))
+        connection.execute(text(f"CREATE DATABASE {name} TEMPLATE {template} STRATEGY FILE_COPY"))
     admin.dispose()
     yield make_url(servers.database_url).set(database=name).render_as_string(hide_password=False)
     servers.drop_database(name)

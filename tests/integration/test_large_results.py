@@ -17,6 +17,8 @@ from sqlalchemy import Engine, text
 
 from idempotency import IdempotentTask, lookup
 from idempotency.application import close_runtime, runtime_of
+from idempotency.checks.doctor import doctor
+from idempotency.checks.findings import Level
 from idempotency.errors import InvalidResult, ResultErased, ResultUnreadable, SettingsError
 from idempotency.objects import PAGE, ObjectStore, object_store
 from idempotency.operate.change import Change
@@ -73,6 +75,7 @@ class Place:
 @pytest.fixture(params=["file", "s3"])
 def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
     if request.param == "file":
+        (tmp_path / "results").mkdir()
         yield Place(f"file://{tmp_path}/results", tmp_path / "results", None)
         return
     endpoint: str = request.getfixturevalue("s3")
@@ -102,6 +105,7 @@ def kept(bank: Celery, place: Place) -> Place:
 @pytest.fixture
 def directory(bank: Celery, tmp_path: Path) -> Place:
     """A directory, where it does not matter which place it is."""
+    (tmp_path / "results").mkdir()
     bank.conf.idempotency_large_results_at = f"file://{tmp_path}/results"
     bank.conf.idempotency_compress_results_above = None
     return Place(f"file://{tmp_path}/results", tmp_path / "results", None)
@@ -110,6 +114,12 @@ def directory(bank: Celery, tmp_path: Path) -> Place:
 def body(self: IdempotentTask, account: str) -> Any:
     put(self, account)
     return large() if account.startswith("e") else {"short": account}
+
+
+def place_of(app: Celery) -> ObjectStore:
+    store = runtime_of(app).settings.large_results_at
+    assert store is not None
+    return store
 
 
 def stored(engine: Engine) -> dict[str, str]:
@@ -131,7 +141,7 @@ def swept(bank: Celery, monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
     """Sweep as if all that is there had been put long ago."""
 
     def sweep() -> int:
-        kind = type(runtime_of(bank).settings.large_results_at)
+        kind: Any = type(place_of(bank))
         older = kind.older
         with monkeypatch.context() as patch:
             patch.setattr(kind, "older", lambda self, seconds: older(self, -60.0))
@@ -248,7 +258,7 @@ def test_what_was_altered_or_is_gone_is_no_value(bank: Celery, kept: Place) -> N
     kept.replace(name, json.dumps(large(2), ensure_ascii=False).encode())
     with pytest.raises(ResultUnreadable, match="not what was stored"):
         task.apply(("e0",)).get()
-    runtime_of(bank).settings.large_results_at.delete([name])
+    place_of(bank).delete([name])
     with pytest.raises(ResultUnreadable, match="is gone"):
         _ = lookup(bank, task.name, "e0").result
 
@@ -305,14 +315,14 @@ def test_what_is_purged_is_swept_and_what_is_referred_to_stays(
 
 
 def test_what_was_put_just_now_is_left_for_the_commit_to_come(bank: Celery, kept: Place) -> None:
-    store = runtime_of(bank).settings.large_results_at
+    store = place_of(bank)
     store.put("ab/" + "ab" * 16, b"1")
     assert objects.sweep(bank) == 0
     assert len(kept.names) == 1
 
 
 def test_the_sweep_looks_at_all_pages_and_at_what_a_dead_writer_left(bank: Celery, directory: Place) -> None:
-    store = runtime_of(bank).settings.large_results_at
+    store = place_of(bank)
     store.put("ab/" + "ab" * 16, b"1")
     (folder,) = {Path(directory.address.removeprefix("file://")) / "ab"}
     for number in range(PAGE):
@@ -340,6 +350,18 @@ def test_an_erasure_deletes_it_at_once_and_one_that_cannot_is_swept(
     set_place(kept.address)
     assert len(kept.names) == 1
     assert swept() == 1
+
+
+def test_a_directory_that_is_not_mounted_is_not_made(
+    bank: Celery, deliveries: Deliveries, tmp_path: Path, record: Any
+) -> None:
+    bank.conf.idempotency_large_results_at = f"file://{tmp_path}/mount"
+    bank.conf.idempotency_compress_results_above = None
+    deliveries.deliver(make_task(bank, body, key="{account}"), "e0")
+    assert record("e0").status == "released"
+    assert not (tmp_path / "mount").exists()
+    (finding,) = [each for each in doctor(bank) if each.subject == "large results"]
+    assert (finding.level, "is not there" in finding.found) == (Level.REFUSAL, True)
 
 
 def test_the_files_are_for_their_user_alone(bank: Celery, directory: Place, tmp_path: Path) -> None:

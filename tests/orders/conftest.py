@@ -68,7 +68,7 @@ def a_shop(servers: services.Services, template: str, make: type[ShopT]) -> Iter
     name = f"orders_{uuid4().hex[:8]}"
     admin = create_engine(servers.database_url, isolation_level="AUTOCOMMIT")
     with admin.connect() as connection:
-        connection.execute(text(f"CREATE DATABASE {name} TEMPLATE {template}"))
+        connection.execute(text(f"CREATE DATABASE {name} TEMPLATE {template} STRATEGY FILE_COPY"))
     database = admin.url.set(database=name).render_as_string(hide_password=False)
     admin.dispose()
     with pytest.MonkeyPatch.context() as patch, opened(database, servers.broker_url, patch, make) as shop:

@@ -8,11 +8,11 @@ from typing import Any
 from sqlalchemy import text
 
 from idempotency import IdempotentTask
-from idempotency.application import close_runtime, runtime_of
+from idempotency.application import close_runtime
 from idempotency.errors import PermanentError
 from idempotency.sagas import saga
 from idempotency.upkeep import objects
-from tests.integration.test_large_results import Down, large
+from tests.integration.test_large_results import Down, large, place_of
 from tests.sagas.conftest import Stage
 from tests.support.tasks import make_task
 
@@ -25,6 +25,7 @@ def test_a_large_result_of_a_call_is_read_by_the_saga_and_by_its_undo(
 ) -> None:
     app = stage.app
     close_runtime(app)
+    (tmp_path / "results").mkdir()
     app.conf.idempotency_large_results_at = f"file://{tmp_path}/results"
     app.conf.idempotency_compress_results_above = None
     undone: list[int] = []
@@ -60,6 +61,7 @@ def test_a_large_result_of_a_call_is_read_by_the_saga_and_by_its_undo(
     # the saga's step refers to it, too
     with stage.engine.connect() as connection:
         connection.execute(text("UPDATE idempotency.records SET result = '1' WHERE task = :task"), {"task": call.name})
-    older = type(runtime_of(app).settings.large_results_at).older
-    monkeypatch.setattr(type(runtime_of(app).settings.large_results_at), "older", lambda self, _: older(self, -60.0))
+    kind: Any = type(place_of(app))
+    older = kind.older
+    monkeypatch.setattr(kind, "older", lambda self, _: older(self, -60.0))
     assert objects.sweep(app) == 0

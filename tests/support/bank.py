@@ -6,7 +6,6 @@ import os
 import time
 from typing import Any
 
-import httpx
 from celery import Celery
 from celery.exceptions import Ignore
 from sqlalchemy import Engine, create_engine, text
@@ -117,6 +116,8 @@ def transfer(self: IdempotentTask, account: str, url: str) -> dict[str, Any]:
 
 def call(url: str, *, idempotency_key: str) -> dict[str, Any]:
     patience = float(os.environ.get("CALL_TIMEOUT", "10"))
+    import httpx  # a tenth of what a process takes to start, and few need it
+
     response = httpx.post(url, json={}, headers={"Idempotency-Key": idempotency_key}, timeout=patience)
     response.raise_for_status()
     answer: dict[str, Any] = response.json()

@@ -142,7 +142,7 @@ def running(
     name = f"shop_{uuid4().hex[:8]}"
     admin = create_engine(servers.database_url, isolation_level="AUTOCOMMIT")
     with admin.connect() as connection:
-        connection.execute(text(f"CREATE DATABASE {name} TEMPLATE {template}"))
+        connection.execute(text(f"CREATE DATABASE {name} TEMPLATE {template} STRATEGY FILE_COPY"))
     database = admin.url.set(database=name).render_as_string(hide_password=False)
     admin.dispose()
     with ExitStack() as stack:

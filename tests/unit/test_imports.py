@@ -53,6 +53,7 @@ LAYERS = (
     ("observe",),
     ("wire",),
     ("objects",),
+    ("setting_values",),
     ("settings", "queues", "providers", "framework"),
     ("store",),
     ("broker",),

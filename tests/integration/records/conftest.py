@@ -18,7 +18,7 @@ def database_url(servers: services.Services, template: str) -> Iterator[str]:
     name = f"records_{uuid4().hex[:8]}"
     admin = create_engine(servers.database_url, isolation_level="AUTOCOMMIT", poolclass=NullPool)
     with admin.connect() as connection:
-        connection.execute(text(f"CREATE DATABASE {name} TEMPLATE {template}"))
+        connection.execute(text(f"CREATE DATABASE {name} TEMPLATE {template} STRATEGY FILE_COPY"))
     yield str(admin.url.set(database=name).render_as_string(hide_password=False))
     servers.drop_database(name)
 

@@ -1,0 +1,16 @@
+"""Check of the place where large results are kept."""
+
+from __future__ import annotations
+
+from ..objects import ObjectStore
+from .findings import Finding, Level, ok
+
+
+def check_objects(store: ObjectStore) -> list[Finding]:
+    """Whether it can be listed, which the sweep has to do. Whether it can be written shows with the first large result."""
+    try:
+        next(store.older(0.0), None)
+    except Exception as error:
+        said = f"does not answer: {type(error).__name__}: {error}"
+        return [Finding(Level.REFUSAL, "large results", said, "check idempotency_large_results_at and its place")]
+    return [ok("large results", "their place can be read")]

@@ -1,0 +1,121 @@
+"""What the values of settings may be: each check raises `ValueError`, and names no value, which may have a password in it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+from urllib.parse import urlsplit
+
+from pydantic import AfterValidator, ImportString, SecretStr, TypeAdapter
+from sqlalchemy.engine import make_url
+from sqlalchemy.exc import ArgumentError
+from sqlalchemy.orm import Session, sessionmaker
+
+from . import objects
+from .errors import CallRefused
+from .hosts import is_loopback
+from .objects import ObjectStore
+from .wire.keys import check_key
+
+NOT_AN_ADDRESS = "not an address"
+# Bytes. It is part of a queue's name, of at most 255.
+SERVICE_LIMIT = 200
+# Characters of a secret that signs messages: as many as the hash has bytes (RFC 2104, section 3).
+SECRET_LENGTH = 32
+
+_Text = TypeVar("_Text", str, SecretStr)
+_IMPORTED = TypeAdapter[Any](ImportString)
+
+
+def web_address(value: _Text) -> _Text:
+    try:
+        address = urlsplit(value.get_secret_value() if isinstance(value, SecretStr) else value)
+        host = address.hostname
+    except ValueError:
+        raise ValueError(NOT_AN_ADDRESS) from None
+    # in plain text, others on the way could read what it carries, or answer in its place
+    if address.scheme != "https" and not (address.scheme == "http" and is_loopback(host or "")):
+        raise ValueError("must begin with https://, or with http:// on this machine")
+    return value
+
+
+WebAddress = Annotated[str, AfterValidator(web_address)]
+
+
+def keys(value: str) -> str:
+    if "://" in value:
+        web_address(value)
+    elif not Path(value).is_absolute():
+        raise ValueError("must be an https address, or the absolute path of a file")
+    return value
+
+
+def database_address(value: SecretStr) -> SecretStr:
+    try:
+        driver = make_url(value.get_secret_value()).get_dialect().driver
+    except (ArgumentError, ValueError):
+        raise ValueError(NOT_AN_ADDRESS) from None  # the original message contains parts of the address
+    if driver != "psycopg":
+        raise ValueError("must be a Postgres address with the driver psycopg: postgresql+psycopg://")
+    return value
+
+
+def separated(value: Any) -> Any:
+    return [part for each in value.split(",") if (part := each.strip())] if isinstance(value, str) else value
+
+
+def long_enough(value: tuple[SecretStr, ...]) -> tuple[SecretStr, ...]:
+    if any(len(each.get_secret_value()) < SECRET_LENGTH for each in value):
+        raise ValueError(f"each must have at least {SECRET_LENGTH} characters")
+    return value
+
+
+def engine(value: Any) -> Any:
+    if not callable(value):
+        raise ValueError("must be a function that is called like SQLAlchemy's create_engine, or its name")
+    return value
+
+
+def session(value: Any) -> Any:
+    if not isinstance(value, sessionmaker) and not (isinstance(value, type) and issubclass(value, Session)):
+        raise ValueError("must be a subclass of SQLAlchemy's Session, a sessionmaker, or the name of one")
+    if isinstance(value, sessionmaker) and (value.kw.get("binds") or value.kw.get("twophase")):
+        raise ValueError("must have neither binds nor twophase: a body's writes and its record are one commit")
+    if isinstance(value, sessionmaker) and value.kw.get("autobegin") is False:
+        raise ValueError("must begin by itself: autobegin=False is the caller's promise to call begin()")
+    return value
+
+
+def object_store(value: Any) -> Any:
+    if value is None:
+        return None
+    is_address = isinstance(value, str) and ("/" in value or value.startswith(("file:", "s3:")))
+    store = objects.object_store(value) if is_address else _IMPORTED.validate_python(value)
+    if isinstance(store, type) or not isinstance(store, ObjectStore):
+        raise ValueError("must be file:///a/directory, s3://bucket/prefix, or an ObjectStore or the name of one")
+    return store
+
+
+def redis_address(value: SecretStr) -> SecretStr:
+    import redis  # takes as long to import as a third of this library, and Redis is optional
+
+    try:
+        redis.Redis.from_url(value.get_secret_value()).close()  # does not connect
+    except ValueError:
+        raise ValueError(NOT_AN_ADDRESS) from None
+    return value
+
+
+def key(value: str) -> str:
+    try:
+        return check_key(value, field="tenant")
+    except CallRefused as error:
+        raise ValueError(str(error)) from None
+
+
+def service(value: str) -> str:
+    if not value.isprintable() or not 0 < len(value.encode()) <= SERVICE_LIMIT:
+        raise ValueError(f"must be 1 to {SERVICE_LIMIT} bytes of printable text: it is part of a queue's name")
+    if value == "__main__":
+        raise ValueError("is '__main__', as Celery(__name__) is in a script; set it, to the same in all processes")
+    return value
