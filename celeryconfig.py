@@ -10,7 +10,8 @@ from pydantic import FilePath, SecretStr
 from pydantic_settings import BaseSettings
 
 from idempotency.queues import EXCHANGE, quorum_queue
-from idempotency.settings import PREFIX, Settings, WebAddress
+from idempotency.setting_values import WebAddress
+from idempotency.settings import PREFIX, Settings
 
 
 class Environment(BaseSettings):
