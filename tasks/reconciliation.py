@@ -25,7 +25,7 @@ from sqlalchemy.orm import Session
 
 from idempotency import CallRefused, Defer, IdempotentTask, OperationId, PermanentError
 from idempotency.application import runtime_of, settings_of
-from idempotency.store import dead_letters, operations
+from idempotency.store import letter_operations, operations
 from idempotency.store.answers import error_fields
 from idempotency.wire import keys
 
@@ -170,8 +170,8 @@ def _compare(session: Session, kind: Kind, id: str, moved: Moved | None) -> Diff
         tenant, name = (ours[0].tenant, ours[0].name) if ours else (DEFAULT, None)
         return Difference(kind, tenant, id, name, theirs, " + ".join(posted) or None)
     payer = session.execute(_PAYER, {"charge": moved.charge_id}).scalar_one_or_none()
-    if name is None or (kind == "refund" and moved.name is None):
-        name, tenant = (f"{STRIPE}-{id}" if kind == "refund" else None), payer or moved.tenant
+    if moved.name is None:  # it is of the one in whose books its charge is
+        name, tenant = (f"{STRIPE}-{id}" if kind == "refund" else name), payer or moved.tenant
     foreign = moved.charge_id if payer is None and not under_id else None
     return Difference(kind, tenant or DEFAULT, id, name, theirs, " + ".join(posted) or None, foreign)
 
@@ -269,16 +269,15 @@ def _free_key(session: Session, task: str, tenant: str, name: str, *, told: str)
 
     A completed operation tells nobody; nor does one whose letter says something else or was discarded.
     """
+    connection, service = session.connection(), settings_of(app).service
+    for id in letter_operations.with_open_letters(connection, OperationId(tenant, task, name)):
+        known = operations.lookup(connection, id, service)
+        if known is not None and known.error and error_fields(known.error)["code"] == told:
+            return id.key
     for number in count(1):
         id = OperationId(tenant, task, name if number == 1 else f"{name}:{number}")
-        known = operations.lookup(session.connection(), id, settings_of(app).service)
+        known = operations.lookup(connection, id, service)
         if known is None or known.status not in ("completed", "failed"):
-            return id.key
-        if (
-            known.error
-            and error_fields(known.error)["code"] == told
-            and dead_letters.open_letter(session.connection(), id) is not None
-        ):
             return id.key
     raise AssertionError
 

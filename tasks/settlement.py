@@ -217,11 +217,17 @@ def _charge(session: Session, payment: Payment, report: Report) -> bool:
 
 
 def _is_of_an_earlier_call(session: Session, payment: Payment, report: Report) -> bool:
-    """Whether the payment is being charged under another key by now, so that this failure decides nothing."""
+    """Whether the payment is charged under another key by now, or will be: so that this failure decides nothing.
+
+    A call of which it is known that nothing has happened is followed by one under another key, or the operation fails by itself.
+    """
     id = OperationId(payment.tenant, capture_payment.name, payment.id)
     record = operations.lookup(session.connection(), id, settings_of(app).service)
     begun = {} if record is None else record.effects.get(CAPTURE, {})
-    return report.effect_key is not None and begun.get("key", report.effect_key) != report.effect_key
+    if report.effect_key is None or record is None:
+        return False
+    goes_on = record.status in ("started", "released") and begun.get("state") == "not_happened"
+    return goes_on or begun.get("key", report.effect_key) != report.effect_key
 
 
 def _order_of(session: Session, payment: Payment) -> Order | None:

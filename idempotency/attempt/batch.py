@@ -135,7 +135,8 @@ def run_together(runtime: Runtime, deliveries: Sequence[Delivery], policy: Polic
         for attempt in attempts.values():
             attempt.close()
     return [
-        Answer(token, finished=done.get(place), completed=completed.get(delivery.id.key))
+        # what was claimed and has to run alone is given back by its token if that does not come about
+        Answer(token, finished=done.get(place), completed=completed.get(delivery.id.key), is_in_doubt=place not in done)
         for place, (token, delivery) in enumerate(zip(tokens, deliveries, strict=True))
     ]
 

@@ -73,8 +73,8 @@ def approve(connection: Connection, person: Person, letter: int, *, app: Celery 
             f"dead letter {letter}: {asked.requested_by!r} asked for it, so another admin has to approve"
         )
     id, record = _operation_to_discard(connection, letter, row)
-    if app is not None and webhook is None and id is not None and record is None and row.reason == "unpublishable":
-        _check_not_forgotten(app, connection, letter, id)
+    if app is not None and webhook is None and id is not None and record is None and row.outbox_id is not None:
+        _check_not_forgotten(app, connection, row, id)
     discards.discard(connection, letter)
     if webhook is not None:
         webhook_letters.give_up(connection, webhook.id)
@@ -115,12 +115,13 @@ def _operation_to_discard(connection: Connection, letter: int, row: Row[Any]) ->
     return id, record
 
 
-def _check_not_forgotten(app: Celery, connection: Connection, letter: int, id: OperationId) -> None:
+def _check_not_forgotten(app: Celery, connection: Connection, letter: Row[Any], id: OperationId) -> None:
     """Raise `DiscardRefused` if this letter is all that is left of an accepted operation, and its `on_failed` would never run."""
     app.loader.import_default_modules()
-    if getattr(app.tasks.get(id.task), "on_failed", None) is not None and operations.is_unpublishable(connection, id):
+    is_told = getattr(app.tasks.get(id.task), "on_failed", None) is not None
+    if is_told and discards.is_last_delivery(connection, id, letter.outbox_id):
         raise DiscardRefused(
-            f"dead letter {letter}: the operation has not begun and nothing else will deliver it; replay the letter, or "
+            f"dead letter {letter.id}: the operation has not begun and nothing else will deliver it; replay the letter, or "
             "cancel the operation first"
         )
 

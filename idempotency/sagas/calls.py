@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..attempt.conclusions import is_declined
-from ..attempt.runtime import OBJECTS_PAUSE
-from ..errors import CallFailed, Defer, IdempotencyError, InvalidKey, Misuse
+from ..errors import CallFailed, InvalidKey, Misuse
 from ..store.answers import stored_error
 from ..store.saga_steps import Recorded
 from ..wire import keys
 from ..worker.control import is_replacement
 from . import arguments
 from .misuse import raised_as_misuse
+from .trouble import result_of
 from .undo import Undo, checked
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def run_all(attempt: SagaAttempt, calls: Sequence[Call]) -> list[Any]:
     for row in found:
         if row.state == "failed":
             raise _failure(row)
-    ended = [_result(attempt, row) for row in found]
+    ended = [result_of(attempt.runtime, row) for row in found]
     for row, result in zip(found, ended, strict=True):
         if is_replacement(result):
             raise CallFailed(
@@ -101,15 +101,6 @@ def _row(attempt: SagaAttempt, each: Call) -> Recorded:
     row = attempt.new_row("call", each.name, "begun", each.fingerprint, each.undo)
     row.call_task, row.call_key = each.task.name, key_of(attempt, row)
     return row
-
-
-def _result(attempt: SagaAttempt, row: Recorded) -> Any:
-    try:
-        return attempt.runtime.read_result(row.result or "null")
-    except IdempotencyError:
-        raise
-    except Exception as error:  # where large results are kept: no reason to undo anything
-        raise Defer(OBJECTS_PAUSE, f"the place of large results does not answer: {type(error).__name__}") from error
 
 
 def _failure(row: Recorded) -> CallFailed:

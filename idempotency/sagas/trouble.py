@@ -10,11 +10,29 @@ from sqlalchemy.exc import OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from ..attempt.policy import Policy
-from ..errors import Again, Defer, LeaseLost, OutcomeInDoubt, PermanentError
+from ..attempt.runtime import Runtime
+from ..errors import Again, Defer, LeaseLost, OutcomeInDoubt, PermanentError, ResultErased, Undecided
+from ..store.saga_steps import Recorded
 from ..store.statements import describe
 
+# Seconds until a result that could not be read is tried again.
+PAUSE = 30.0
 # Trouble of an attempt, which the next one may not have: it decides nothing.
 TRANSIENT = (LeaseLost, OutcomeInDoubt, OperationalError, PoolTimeout, SoftTimeLimitExceeded)
+
+
+def result_of(runtime: Runtime, row: Recorded) -> Any:
+    """What a call has returned. Raises `Undecided`, for as long as this process cannot read it: that is no reason to undo anything.
+
+    An extra may be missing here, or the place of large results may not answer.
+    """
+    text = row.result if row.entry is None else row.entry.get("result")
+    try:
+        return runtime.read_result(text or "null")
+    except ResultErased:
+        raise
+    except Exception as error:
+        raise Undecided(PAUSE, f"the result of {row.name!r} cannot be read here: {describe(error)}") from error
 
 
 def final_as_refusal(policy: Policy, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:

@@ -11,6 +11,7 @@ from ..errors import Misuse
 from ..store.saga_steps import Recorded
 from ..wire import encoding, keys
 from .misuse import raised_as_misuse
+from .trouble import result_of
 
 # The task's name, and the arguments of what it undoes, as JSON.
 Undo = tuple[str, str]
@@ -40,8 +41,7 @@ def arguments(undo: Any, row: Recorded) -> tuple[list[Any], dict[str, Any]]:
     given = encoding.loads(row.undo_arguments or "")
     kwargs = dict(given["kwargs"])
     if _wants_result(undo):
-        text = row.result if row.entry is None else row.entry.get("result")
-        kwargs[RESULT] = runtime_of(undo.app).read_result(text or "null")
+        kwargs[RESULT] = result_of(runtime_of(undo.app), row)
     return list(given["args"]), kwargs
 
 

@@ -52,6 +52,12 @@ SELECT EXISTS (SELECT FROM idempotency.outbox
                  AND fingerprint = %(fingerprint)s AND settled_at IS NULL AND status <> 'failed')
 """
 
+# The row of a letter, if it has not been settled, and no other row would deliver the operation.
+_IS_LAST_DELIVERY = f"""
+SELECT EXISTS (SELECT FROM idempotency.outbox WHERE id = %(row)s AND {ROW} AND (settled_at IS NULL OR status = 'failed'))
+   AND NOT EXISTS (SELECT FROM idempotency.outbox WHERE id <> %(row)s AND {ROW} AND settled_at IS NULL AND status <> 'failed')
+"""
+
 # What a person has given up must not be resent; if there is a record, its end ensures that. All other rows of the
 # operation are returned to resend, `taken` or not, since a pass may just be marking one because of this letter.
 _DISCARD = """
@@ -129,6 +135,11 @@ def will_be_delivered(connection: Connection, id: OperationId, fingerprint: str,
     """Whether an outbox row will still deliver the operation after the letter is discarded."""
     fields = {"tenant": id.tenant, "task": id.task, "key": id.key, "fingerprint": fingerprint, "service": service}
     return bool(connection.exec_driver_sql(_WILL_BE_DELIVERED, fields).scalar_one())
+
+
+def is_last_delivery(connection: Connection, id: OperationId, row: int) -> bool:
+    """Whether an operation that has not begun would never be delivered if this outbox row was given up."""
+    return bool(connection.exec_driver_sql(_IS_LAST_DELIVERY, named(id) | {"row": row}).scalar_one())
 
 
 def discard(connection: Connection, letter: int) -> None:

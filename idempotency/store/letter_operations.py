@@ -7,6 +7,9 @@ from typing import Any
 
 from sqlalchemy import Connection, Row
 
+from ..wire.keys import OperationId
+from . import record
+
 _NAMED = """
 SELECT DISTINCT tenant, task, key, header_task FROM idempotency.dead_letters WHERE id = ANY(%(ids)s)
 """
@@ -26,6 +29,14 @@ WHERE d.id = ANY(%(ids)s) AND d.status = 'open' AND d.reason NOT IN ('fingerprin
 ORDER BY d.id
 """
 
+# An operation, and those under its key and a number after it: the number begins anew once the first ones are purged.
+_WITH_OPEN_LETTERS = """
+SELECT DISTINCT tenant, task, key FROM idempotency.dead_letters
+WHERE tenant = %(tenant)s AND task = %(task)s AND status = 'open'
+  AND starts_with(key, %(key)s) AND substr(key, length(%(key)s) + 1) ~ '^(:[0-9]+)?$'
+ORDER BY key
+"""
+
 # Of the undos that a replay of these letters, of sagas that have stopped, replays first.
 _LETTERS_OF_UNDOS = """
 SELECT d.id FROM idempotency.dead_letters l
@@ -34,6 +45,11 @@ JOIN idempotency.saga_steps s ON s.saga_id = g.id AND s.generation = g.generatio
 JOIN idempotency.dead_letters d ON (d.tenant, d.task, d.key) = (s.tenant, s.call_task, s.call_key) AND d.status = 'open'
 WHERE l.id = ANY(%(letters)s) AND l.status = 'open'
 """
+
+
+def with_open_letters(connection: Connection, id: OperationId) -> list[OperationId]:
+    """Of an operation, and those of its key with `:number` after it, the ones that have an open letter."""
+    return [OperationId(*row) for row in connection.exec_driver_sql(_WITH_OPEN_LETTERS, record.named(id))]
 
 
 def named(connection: Connection, letters: Sequence[int]) -> Sequence[Row[Any]]:

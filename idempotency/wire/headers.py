@@ -75,12 +75,12 @@ EMBEDDED = ("callbacks", "errbacks", "chain", "chord")
 # The methods of Celery's `Context`, of which each header becomes an attribute.
 _METHODS = ("as_execution_options", "clear", "get", "update", "_filter_x_death_headers", "_get_custom_headers")
 # Where these are among the headers, a worker takes them for its own: no sender of Celery puts them there.
-MISPLACED = (*EMBEDDED, *_METHODS, "called_directly", "is_eager", "taskset")
+MISPLACED = (*EMBEDDED, *_METHODS, "_children", "_protected", "called_directly", "is_eager", "taskset")
 # RabbitMQ gives a message to the routing keys in these headers, too, whatever its publisher has a right to.
 COPIES = ("CC", "BCC")
 # What a worker sets itself on such a `Context`, or takes from elsewhere in the message; and how kombu reads the body.
 _SET_IN_A_WORKER = (
-    "args", "kwargs", "children", "_children", "_protected", "compression", "correlation_id", "delivery_info", "hostname",
+    "args", "kwargs", "children", "compression", "correlation_id", "delivery_info", "hostname",
     "logfile", "loglevel", "properties", "reply_to", "soft_time_limit", "time_limit", "utc",
 )  # fmt: skip
 # No caller may give these as headers, and among the nested ones of a tracing tool they are not read.

@@ -189,7 +189,7 @@ class ControlledTask(RunningTask[P, R_co], Generic[P, R_co]):
 
     def _replacement(self) -> Any:
         """The result of this attempt if its body has called `replace`, as the JSON that a duplicate reads."""
-        replacement, self.request.replacement = getattr(self.request, "replacement", None), None
+        replacement, self.request.replacement = self.request.replacement, None
         return replacement
 
     def _hand_over(self, result: Mapping[str, Any]) -> Any:

@@ -239,7 +239,7 @@ class IdempotentTask(ControlledTask[P, R_co]):
     def _body(self, attempt: Attempt) -> Any:
         request = self.request
         request.retries, request.attempt, request.asked = max(attempt.claim.attempts - 1, 0), attempt, None
-        request.eta = (request.headers or {}).get(DUE_HEADER)
+        request.eta, request.replacement = (request.headers or {}).get(DUE_HEADER), None
         try:
             result = hooks.run_in_attempt(self)
             if request.asked is not None:
