@@ -198,8 +198,8 @@ def _look_up(kind: Kind, id: str) -> Moved | None:
 
 
 @app.task(base=IdempotentTask, bind=True, name="payments.check_difference", key="{difference}")
-def check_difference(self: IdempotentTask, difference: str, kind: Kind, id: str, name: str | None) -> dict[str, Any]:
-    """Ask both sides about one object again. Fails, and so leaves a dead letter, for as long as they differ. `name`: for its reader."""
+def check_difference(self: IdempotentTask, difference: str, kind: Kind, id: str) -> dict[str, Any]:
+    """Ask both sides about one object again. Fails, and so leaves a dead letter, for as long as they differ."""
     moved = _look_up(kind, id)  # before the transaction begins
     found = _compare(self.session, kind, id, moved)
     self.session.rollback()
@@ -214,7 +214,7 @@ def reconcile(since: datetime, until: datetime) -> Compared:
         compared = compare(session, since, until)
     for each in compared.differences:
         with Session(runtime_of(app).engine) as session, session.begin():
-            about = {"kind": each.kind, "id": each.id, "name": each.name}
+            about = {"kind": each.kind, "id": each.id}  # not its name: that becomes known, and is no other difference
             tenant = _known_tenant(each.tenant)
             key = _free_key(session, check_difference.name, tenant, _name_of(each), told=DIFFERS)
             check_difference.enqueue(session, difference=key, **about, tenant=tenant)

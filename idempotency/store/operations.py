@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from sqlalchemy import Connection, Row
 
+from ..errors import MissingExtra, ResultUnreadable
+from ..wire import results
 from ..wire.keys import OperationId
 from .outbox import EXTERNAL
 from .record import OWN, ROW, named
@@ -135,4 +138,7 @@ def _visible(row: Row[Any], with_payload: bool) -> dict[str, Any]:
     for name in ("error", "first_error", "last_error"):
         if (text := fields.get(name)) is not None and text.startswith("{"):
             fields[name] = json.loads(text)
+    if (text := fields.get("result")) is not None:
+        with suppress(MissingExtra, ResultUnreadable):  # then as it is stored
+            fields["result"] = results.plain(text)
     return fields

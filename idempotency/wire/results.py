@@ -32,7 +32,8 @@ def to_text(value: Any, *, limit: int, what: str = "result", compress_above: int
         raise InvalidResult(f"{what}: must be JSON, got {type(value).__name__} ({type(error).__name__})") from None
     if len(text) > limit:
         raise InvalidResult(f"{what}: at most {limit} bytes, got {len(text)}")
-    if compress_above is None or len(text) <= compress_above or text.startswith(REPLACED_BEGINS):
+    # what is longer than `LONGEST` once it is decompressed would not be read
+    if compress_above is None or not compress_above < len(text) <= LONGEST or text.startswith(REPLACED_BEGINS):
         return text
     return _compressed(text)
 

@@ -12,8 +12,10 @@ import pytest
 import zstandard
 from celery import Celery
 from sqlalchemy import Engine, text
+from typer.testing import CliRunner
 
 from idempotency import IdempotentTask, lookup
+from idempotency.cli.root import cli
 from idempotency.errors import MissingExtra, ResultUnreadable
 from idempotency.wire import results
 from tests.integration.test_batch_neighbours import message, run, states
@@ -120,3 +122,16 @@ def test_one_that_would_take_the_memory_is_not_opened(monkeypatch: pytest.Monkey
     stream = zstandard.ZstdCompressor(write_content_size=False).compress(b"1")
     with pytest.raises(ResultUnreadable):
         results.from_text("zstd:" + base64.b64encode(stream).decode())
+
+
+def test_what_is_too_long_to_be_read_compressed_is_stored_as_it_is() -> None:
+    value = "a" * (results.LONGEST + 1)
+    assert results.from_text(results.to_text(value, limit=2 * results.LONGEST, compress_above=ABOVE)) == value
+
+
+def test_people_are_shown_a_long_result_as_it_was_returned(bank: Celery, engine: Engine) -> None:
+    task = make_task(bank, lambda self, account: long_one(), key="{account}")
+    task.apply(("e0",))
+    answer = CliRunner().invoke(cli, ["show", "e0", "--with-payload", "--json", "-A", "tests.support.bank"])
+    assert answer.exit_code == 0, answer.output
+    assert json.loads(json.loads(answer.stdout)["record"]["result"]) == long_one()
