@@ -34,7 +34,7 @@
     ├── OperationBusy               another attempt holds the operation (eager calls); not ended in time (Handle)
     ├── OperationFailed             a duplicate of a failed operation
     ├── ResultErased                a duplicate of an operation whose data was erased
-    ├── ResultUnreadable            a compressed result that was altered
+    ├── ResultUnreadable            a stored result that is altered, gone, or kept where this process does not look
     ├── OperationNotFound
     ├── UnknownVersion              written by newer code: left to processes that can read it
     ├── AddressRefused              a webhook may not be sent there

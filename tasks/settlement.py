@@ -52,7 +52,8 @@ _LOCK = text("""
 SELECT set_config('lock_timeout', :wait, true), set_config('statement_timeout', :hold, true),
        set_config('idle_in_transaction_session_timeout', :hold, true)
 """)
-_OF_CHARGE = text("SELECT pg_advisory_xact_lock(hashtextextended(:charge, 0x77656268))")
+# The seed is "webh" in ASCII: Postgres before 16 has no hexadecimal numbers.
+_OF_CHARGE = text("SELECT pg_advisory_xact_lock(hashtextextended(:charge, 2003132008))")
 
 
 def settle(session: Session, report: Report) -> Settled:

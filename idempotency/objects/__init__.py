@@ -21,7 +21,7 @@ PAGE = 1000
 class ObjectStore(Protocol):
     """A place for long results. What its methods raise is taken for a place that does not answer, and is tried again.
 
-    Not promised to be called by one thread at a time.
+    Methods may be called from several threads at once.
     """
 
     def put(self, name: str, data: bytes) -> None:

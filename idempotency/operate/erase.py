@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
 
 from celery import Celery
@@ -11,6 +10,7 @@ from celery import Celery
 from ..application import runtime_of
 from ..errors import ChangeRefused
 from ..objects import PAGE, ObjectStore
+from ..observe.logs import log
 from ..sagas.task import SagaTask
 from ..store import erasure, objects, operations
 from ..wire.keys import OperationId
@@ -43,6 +43,10 @@ def erase(app: Celery, id: OperationId, change: Change) -> list[OperationId]:
             if (why := erasure.obstacle(connection, each, sagas)) is not None:
                 raise ChangeRefused(f"{called(each)}: {why}")
         large = objects.of_operations(connection, ids)
+        if large and runtime.settings.large_results_at is None:
+            raise ChangeRefused(
+                f"{called(id)}: has a large result; set idempotency_large_results_at, so that it can be erased"
+            )
         erasure.erase(connection, ids)
         for each in ids:
             said = change if each == id else replace(change, request_id=None)
@@ -54,6 +58,8 @@ def erase(app: Celery, id: OperationId, change: Change) -> list[OperationId]:
 def _delete(store: ObjectStore | None, names: Sequence[str]) -> None:
     if store is None:
         return
-    with suppress(Exception):  # nothing refers to them any more: then the next sweep deletes them
+    try:
         for start in range(0, len(names), PAGE):
             store.delete(names[start : start + PAGE])
+    except Exception as error:  # nothing refers to them any more: then the next sweep deletes them
+        log.warning("erased_objects_left", objects=len(names), error=type(error).__name__)

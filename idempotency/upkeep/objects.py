@@ -15,9 +15,9 @@ from ..store import objects
 def sweep(app: Celery, progressed: Callable[[], object] = lambda: None) -> int:
     """Delete what is in `large_results_at` and no record refers to; returns how many.
 
-    Records that were purged or erased leave it, and attempts that ended between putting it and their commit. Nothing is deleted
-    in its first day, or twice the longest run if that is more: an attempt's commit may still come. Looks at all that is there,
-    so run it some times a day. Raises what the store raises.
+    Such objects are left by purged or erased records, and by attempts that ended between the put and the commit. Nothing is deleted
+    in its first day, or twice the longest run if that is more: an attempt's commit may still come. Lists the whole place,
+    so run it a few times a day. Raises what the store raises.
     """
     runtime = runtime_of(app)
     store, deleted = runtime.settings.large_results_at, 0

@@ -51,5 +51,5 @@ def reference(text: str) -> Reference:
 def checked(to: Reference, data: bytes) -> str:
     """The text that a reference is to. Raises `ResultUnreadable` if this is something else."""
     if len(data) != to.size or hashlib.sha256(data).hexdigest() != to.sha256:
-        raise ResultUnreadable(f"result: {to.name} is not what was stored there: need {to.size} bytes, got {len(data)}")
+        raise ResultUnreadable(f"result: {to.name} is not what was stored there: its length or SHA-256 is another")
     return data.decode()

@@ -19,7 +19,7 @@ from idempotency import IdempotentTask, lookup
 from idempotency.application import close_runtime, runtime_of
 from idempotency.checks.doctor import doctor
 from idempotency.checks.findings import Level
-from idempotency.errors import InvalidResult, ResultErased, ResultUnreadable, SettingsError
+from idempotency.errors import ChangeRefused, InvalidResult, ResultErased, ResultUnreadable, SettingsError
 from idempotency.objects import PAGE, ObjectStore, object_store
 from idempotency.operate.change import Change
 from idempotency.operate.erase import erase
@@ -345,6 +345,9 @@ def test_an_erasure_deletes_it_at_once_and_one_that_cannot_is_swept(
     assert len(kept.names) == 1
     with pytest.raises(ResultErased):
         _ = lookup(bank, task.name, "e0").result
+    set_place(None)
+    with pytest.raises(ChangeRefused, match="idempotency_large_results_at"):
+        erase(bank, op.operation(task, "e1"), Change("ann", "request 17"))
     set_place(Down())
     erase(bank, op.operation(task, "e1"), Change("ann", "request 17"))
     set_place(kept.address)
