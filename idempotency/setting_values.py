@@ -42,7 +42,7 @@ def web_address(value: _Text) -> _Text:
 WebAddress = Annotated[str, AfterValidator(web_address)]
 
 
-def keys(value: str) -> str:
+def oidc_keys(value: str) -> str:
     if "://" in value:
         web_address(value)
     elif not Path(value).is_absolute():
@@ -106,7 +106,7 @@ def redis_address(value: SecretStr) -> SecretStr:
     return value
 
 
-def key(value: str) -> str:
+def tenant(value: str) -> str:
     try:
         return check_key(value, field="tenant")
     except CallRefused as error:

@@ -58,7 +58,7 @@ class Settings(BaseModel):
     # TLS that does not verify them: where the network itself does. From the environment, separated by commas.
     plain_text_hosts: Annotated[tuple[str, ...], BeforeValidator(values.separated), AfterValidator(check_hosts)] = ()
     # The tenant of calls that name none; keys are unique per tenant.
-    tenant: Annotated[str, AfterValidator(values.key)] = "default"
+    tenant: Annotated[str, AfterValidator(values.tenant)] = "default"
 
     # How long a claim is respected without renewal. Long enough to survive a garbage collection or a busy machine,
     # short enough that a holder that died on another host is replaced within about a minute.
@@ -137,7 +137,7 @@ class Settings(BaseModel):
     people_file: Path | None = None
     oidc_issuer: WebAddress | None = None
     oidc_audience: str | None = Field(None, min_length=1)
-    oidc_keys: Annotated[str, AfterValidator(values.keys)] | None = None
+    oidc_keys: Annotated[str, AfterValidator(values.oidc_keys)] | None = None
     oidc_groups: str = Field("groups", min_length=1)
 
     # This application's name on all that it stores and sends. The same in all of its processes, and in no other

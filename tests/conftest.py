@@ -105,7 +105,7 @@ def database(servers: services.Services, template: str) -> Iterator[str]:
     name = f"test_{uuid4().hex[:12]}"
     admin = create_engine(servers.database_url, isolation_level="AUTOCOMMIT")
     with admin.connect() as connection:
-        # half the time of the default, which writes all of the template to the WAL
+        # the default writes all of the template to the WAL
         connection.execute(text(f"CREATE DATABASE {name} TEMPLATE {template} STRATEGY FILE_COPY"))
     admin.dispose()
     yield make_url(servers.database_url).set(database=name).render_as_string(hide_password=False)

@@ -135,8 +135,13 @@ def run_together(runtime: Runtime, deliveries: Sequence[Delivery], policy: Polic
         for attempt in attempts.values():
             attempt.close()
     return [
-        # what was claimed and has to run alone is given back by its token if that does not come about
-        Answer(token, finished=done.get(place), completed=completed.get(delivery.id.key), is_in_doubt=place not in done)
+        # what may be claimed and has to run alone is given back by its token if that does not come about
+        Answer(
+            token,
+            finished=done.get(place),
+            completed=(known := completed.get(delivery.id.key)),
+            is_in_doubt=known is None and place not in done,
+        )
         for place, (token, delivery) in enumerate(zip(tokens, deliveries, strict=True))
     ]
 

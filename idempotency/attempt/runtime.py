@@ -150,7 +150,7 @@ class Runtime:
             yield connection
 
     def stored_result(self, result: Any) -> str:
-        """A result as its record keeps it. A long one is put where `large_results_at` says, before the commit that refers to it.
+        """A result as its record keeps it. A large one is put where `large_results_at` says, before the commit that refers to it.
 
         Raises `InvalidResult`, and `Defer` while that place does not take it.
         """

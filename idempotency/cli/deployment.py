@@ -27,7 +27,7 @@ from ..observe.logs import keep_lines_whole, log
 from ..observe.outages import Pauses, reason
 from ..store import roles, schema
 from ..store.connections import make_migrations_engine
-from ..upkeep import maintenance
+from ..upkeep import maintenance, objects
 from ..upkeep.loops import run_relay
 from .options import AppOption, JsonOption
 from .terminal import application, console, plain, print_json, stopped_by_signals
@@ -161,8 +161,11 @@ def recover(app: AppOption = "", as_json: JsonOption = False) -> None:
 
 @commands.command()
 def purge(app: AppOption = "", as_json: JsonOption = False) -> None:
-    """Delete what is past its retention, once."""
-    _print_count("purged", maintenance.purge(application(app)), as_json)
+    """Delete what is past its retention, once, and large results that nothing refers to."""
+    celery = application(app)
+    purged = maintenance.purge(celery)
+    objects.sweep(celery)
+    _print_count("purged", purged, as_json)
 
 
 def _print_count(what: str, count: int, as_json: bool) -> None:

@@ -34,7 +34,7 @@ COMMANDS = {
         "Serve what all processes with the same PROMETHEUS_MULTIPROC_DIR have counted, for Prometheus, until stopped.",
     ),
     "recover": ("deployment", "Release operations that have lost their holder, once."),
-    "purge": ("deployment", "Delete what is past its retention, once."),
+    "purge": ("deployment", "Delete what is past its retention, once, and large results that nothing refers to."),
     "status": (
         "read",
         "Queues, processes, operations by status, and what has waited longest; other applications in the database.",

@@ -19,7 +19,7 @@ PAGE = 1000
 
 @runtime_checkable
 class ObjectStore(Protocol):
-    """A place for long results. What its methods raise is taken for a place that does not answer, and is tried again.
+    """A place for large results. What its methods raise is taken for a place that does not answer, and is tried again.
 
     Methods may be called from several threads at once.
     """

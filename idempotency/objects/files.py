@@ -1,4 +1,4 @@
-"""Long results as files of a directory that all processes share. Only the user that runs them can read them."""
+"""Large results as files of a directory that all processes share. Only the user that runs them can read them."""
 
 from __future__ import annotations
 

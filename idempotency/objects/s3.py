@@ -1,4 +1,4 @@
-"""Long results in a bucket of S3, or of what speaks its protocol.
+"""Large results in a bucket of S3, or of what speaks its protocol.
 
 Credentials, region and endpoint are boto3's: its environment variables, files and roles.
 """

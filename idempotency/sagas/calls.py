@@ -76,7 +76,8 @@ def begin(attempt: SagaAttempt, rows: Sequence[Recorded], calls: Sequence[Call])
         for row, each in zip(rows, calls, strict=True):
             attempt.record_with(row)
             options = {"idempotency_key": row.call_key, "tenant": tenant}
-            # what is recorded can be undone: its arguments were within the limit, and are called with its result
+            # what is recorded can be undone: its arguments were within the limit, and are called with its result, unless
+            # that is a large one
             beyond = attempt.runtime.settings.result_limit if row.kind == "undo" else 0
             each.task._enqueue(attempt.session, tuple(each.args), dict(each.kwargs), options, beyond=beyond)
     except BaseException:

@@ -31,7 +31,7 @@ from ..store.recover import Bounds
 from ..store.sweeps import BATCH
 from ..wire.keys import OperationId
 from ..worker.task import IdempotentTask
-from . import alerts, objects
+from . import alerts
 
 # Why an operation ends, or a saga is undone, that no process survives.
 DIED = "the process died in every attempt, and in every claim that would have ended it"
@@ -172,10 +172,8 @@ class Purged:
 
 
 def purge(app: Celery, *, limit: int = 100 * BATCH) -> int:
-    """Delete what is past its retention, as `purge_once` does, and large results; returns the number of operations."""
-    operations = purge_once(app, limit=limit).operations
-    objects.sweep(app)
-    return operations
+    """Delete what is past its retention, as `purge_once` does; returns the number of operations."""
+    return purge_once(app, limit=limit).operations
 
 
 def purge_once(app: Celery, *, limit: int) -> Purged:

@@ -1,4 +1,4 @@
-"""Delete long results that nothing refers to any more, or never did."""
+"""Delete large results that nothing refers to any more, or never did."""
 
 from __future__ import annotations
 

@@ -262,9 +262,10 @@ class IdempotentTask(ControlledTask[P, R_co]):
                 return self._returned(delivery, result)
             case Completed():
                 try:
-                    return self._returned(delivery, runtime_of(self.app).read_result(outcome.result))
+                    result = runtime_of(self.app).read_result(outcome.result)
                 except Exception as error:
                     return Raised(error)  # the operation is carried out, and this only asks for its result
+                return self._returned(delivery, result)
             case Ended(PermanentError(code=code)) | Failed(code=code) if code == REVOKED and not delivery.is_eager:
                 return Raised(Ignore(REVOKED))
             case Ended(error):

@@ -431,6 +431,10 @@ def test_a_replacement_that_cannot_be_sent_after_the_commit_stays_owed(
     with engine.connect() as connection:
         (row,) = operations.outbox(connection)
     assert (row.key, row.origin, row.settled_at) == ("k", "retry", None)
+    # to a duplicate as well, whose operation has ended
+    assert deliveries.deliver(task, key="k", task_id="second").state == "IGNORED"
+    with engine.connect() as connection:
+        assert [each.origin for each in operations.outbox(connection)] == ["retry", "retry"]
 
 
 def test_a_replacement_that_can_never_be_sent_ends_as_a_dead_letter(

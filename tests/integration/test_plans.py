@@ -11,7 +11,7 @@ import pytest
 from celery import Celery
 
 from idempotency.application import runtime_of, settings_of
-from idempotency.store import batches, claims, effects, ends, outbox, overview, recover, sharing
+from idempotency.store import batches, claims, effects, ends, objects, outbox, overview, recover, sharing
 from idempotency.store.overview import monitoring_connection
 from idempotency.store.statements import execute
 from tests.support.plans import explain
@@ -49,6 +49,12 @@ def test_a_fenced_write_finds_its_record_by_key(planned: Plan, name: str, in_ses
     assert "using records_pkey" in plan or "on records_pkey" in plan, plan
     # Small, and so cheap in the planner's eyes: but it holds a dead entry for each operation that has ended.
     assert "records_held" not in plan
+
+
+def test_the_sweep_of_large_results_finds_what_refers_to_one_by_its_index(planned: Plan) -> None:
+    plan = planned(objects._UNUSED, in_session=False)
+    assert "records_objects" in plan, plan
+    assert "saga_steps_objects" in plan, plan
 
 
 def test_the_end_of_a_batch_finds_its_records_by_key(bank: Celery) -> None:

@@ -18,10 +18,9 @@ from idempotency.store.rights import RELAY
 from idempotency.wire.headers import GENERATION_HEADER, OUTBOX_HEADER, SERVICE_HEADER
 from idempotency.wire.message import Message
 from tests.orders.shop import Shop
+from tests.orders.test_discarded_letters import REFUND, reserved
 from tests.orders.test_reserved import refunded, row_of, seen
 from tests.support.operators import ANN
-
-REFUND = "refunds.refund_payment"
 
 
 @pytest.fixture(autouse=True)
@@ -51,12 +50,7 @@ def test_the_letter_of_a_refund_that_has_not_begun_is_not_discarded_but_cancelle
     shop: Shop, monkeypatch: pytest.MonkeyPatch, reason: str
 ) -> None:
     """An old release, or a worker with a missing module, did not know the task for longer than `unknown_task_grace`."""
-    order = shop.order()
-    shop.run("order.paid > warehouse")
-    shop.cancel(order)
-    shop.run(REFUND)
-    key = shop.one("SELECT id FROM refunds WHERE payment_id = :id", id=order)[0]
-    assert row_of(shop, key)[0] == "reserved"
+    order, key = reserved(shop)
     (sent,) = [each for each in shop.waiting() if each.row.key == key]
     with shop.operating(RELAY):
         published = (

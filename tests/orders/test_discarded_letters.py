@@ -34,6 +34,17 @@ def _fresh(shop: Shop) -> None:
     shop.forget()
 
 
+def reserved(shop: Shop) -> tuple[str, str]:
+    """An order that was cancelled, and the refund of all its money, whose task has not begun."""
+    order = shop.order()
+    shop.run("order.paid > warehouse")
+    shop.cancel(order)
+    shop.run(REFUND)
+    key = shop.one("SELECT id FROM refunds WHERE payment_id = :id", id=order)[0]
+    assert row_of(shop, key)[0] == "reserved"
+    return order, key
+
+
 def discard_by_two(shop: Shop, task: str, key: str) -> None:
     query = "SELECT id FROM idempotency.dead_letters WHERE task = :task AND key LIKE :key AND status = 'open'"
     letter = shop.one(query, task=task, key=key)[0]
@@ -137,12 +148,7 @@ def test_a_difference_has_a_letter_again_after_one_was_discarded(
 
 def test_the_letter_of_a_refund_that_cannot_be_published_is_not_discarded_but_cancelled(shop: Shop) -> None:
     """An order is cancelled and all of its money reserved. The broker refuses the message for good: its queue was renamed."""
-    order = shop.order()
-    shop.run("order.paid > warehouse")
-    shop.cancel(order)
-    shop.run(REFUND)
-    key = shop.one("SELECT id FROM refunds WHERE payment_id = :id", id=order)[0]
-    assert row_of(shop, key)[0] == "reserved"
+    order, key = reserved(shop)
     reserve = "UPDATE idempotency.outbox SET relayed_until = now() + interval '1 minute' WHERE key = :key RETURNING *"
     with shop.operating(RELAY), runtime_of(shop.app).engine.begin() as connection:
         row = connection.execute(text(reserve), {"key": key}).one()

@@ -11,13 +11,9 @@ from idempotency import IdempotentTask
 from idempotency.application import close_runtime
 from idempotency.errors import PermanentError
 from idempotency.sagas import saga
-from idempotency.upkeep import objects
-from tests.integration.test_large_results import Down, large, place_of
+from tests.integration.test_large_results import Down, large, sweep_all
 from tests.sagas.conftest import Stage
 from tests.support.tasks import make_task
-
-DUE = text("UPDATE idempotency.records SET available_at = clock_timestamp() WHERE status = 'released'")
-ROWS_DUE = text("UPDATE idempotency.outbox SET available_at = clock_timestamp() WHERE status = 'pending'")
 
 
 def test_a_large_result_of_a_call_is_read_by_the_saga_and_by_its_undo(
@@ -52,16 +48,11 @@ def test_a_large_result_of_a_call_is_read_by_the_saga_and_by_its_undo(
     assert (handle.status(), undone) == ("released", [])
     close_runtime(app)
     app.conf.idempotency_large_results_at = f"file://{tmp_path}/results"
-    with stage.engine.connect() as connection:
-        connection.execute(DUE)
-        connection.execute(ROWS_DUE)
+    stage.pass_time(4000.0)
     stage.run()
     assert handle.status() == "failed"
     assert undone == [len(large()["document"])]
     # the saga's step refers to it, too
     with stage.engine.connect() as connection:
         connection.execute(text("UPDATE idempotency.records SET result = '1' WHERE task = :task"), {"task": call.name})
-    kind: Any = type(place_of(app))
-    older = kind.older
-    monkeypatch.setattr(kind, "older", lambda self, _: older(self, -60.0))
-    assert objects.sweep(app) == 0
+    assert sweep_all(app, monkeypatch) == 0

@@ -18,15 +18,15 @@ def test_a_saga_waits_while_its_process_cannot_read_the_result_of_a_call(
     """The worker that ran the call has `zstandard`, the one that conducts the saga has not (or is the release before: a rolling deploy)."""
     undone: list[str] = []
 
-    @stage.app.task(base=IdempotentTask, bind=True, name="t15.report", key="{id}", shared=False)
+    @stage.app.task(base=IdempotentTask, bind=True, name="tests.report", key="{id}", shared=False)
     def make(self: IdempotentTask, id: str) -> dict[str, str]:
         return {"text": "long " * 40_000}
 
-    @stage.app.task(base=IdempotentTask, bind=True, name="t15.undo", shared=False)
+    @stage.app.task(base=IdempotentTask, bind=True, name="tests.unreport", shared=False)
     def unmake(self: IdempotentTask, id: str) -> None:
         undone.append(id)
 
-    @saga("t15.parent", key="{id}", app=stage.app)
+    @saga("parent", key="{id}", app=stage.app)
     def parent(saga: Any, id: str) -> int:
         saga.call(make, id, undo=unmake)
         return 1

@@ -116,7 +116,7 @@ def transfer(self: IdempotentTask, account: str, url: str) -> dict[str, Any]:
 
 def call(url: str, *, idempotency_key: str) -> dict[str, Any]:
     patience = float(os.environ.get("CALL_TIMEOUT", "10"))
-    import httpx  # a tenth of what a process takes to start, and few need it
+    import httpx  # takes long, and few of the processes that import this module need it
 
     response = httpx.post(url, json={}, headers={"Idempotency-Key": idempotency_key}, timeout=patience)
     response.raise_for_status()
