@@ -16,10 +16,11 @@ _BEGINNING = (
     f"left({{of}}.result, {len(BEGIN) + NAME_LENGTH}) = '{BEGIN}' || n.name AND starts_with({{of}}.result, '{BEGIN}')"
 )
 
+# Scalar, so that each name is looked up: joined, a plan that is made while the tables are small reads all references.
 _UNUSED = f"""
 SELECT n.name FROM pg_catalog.unnest(%(names)s::text[]) n(name)
-WHERE NOT EXISTS (SELECT FROM idempotency.records r WHERE {_BEGINNING.format(of="r")})
-  AND NOT EXISTS (SELECT FROM idempotency.saga_steps s WHERE {_BEGINNING.format(of="s")})
+WHERE (SELECT true FROM idempotency.records r WHERE {_BEGINNING.format(of="r")} LIMIT 1) IS NULL
+  AND (SELECT true FROM idempotency.saga_steps s WHERE {_BEGINNING.format(of="s")} LIMIT 1) IS NULL
 """
 
 _OF_OPERATION = f"""

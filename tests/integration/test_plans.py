@@ -53,8 +53,11 @@ def test_a_fenced_write_finds_its_record_by_key(planned: Plan, name: str, in_ses
 
 def test_the_sweep_of_large_results_finds_what_refers_to_one_by_its_index(planned: Plan) -> None:
     plan = planned(objects._UNUSED, in_session=False)
-    assert "records_objects" in plan, plan
-    assert "saga_steps_objects" in plan, plan
+    assert "using records_objects" in plan, plan
+    assert "using saga_steps_objects" in plan, plan
+    conditions = [line for line in plan.splitlines() if "Index Cond" in line]
+    assert len(conditions) == 2, plan
+    assert all('"left"(result, 42) = ' in each for each in conditions), plan
 
 
 def test_the_end_of_a_batch_finds_its_records_by_key(bank: Celery) -> None:
