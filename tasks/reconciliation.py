@@ -12,7 +12,7 @@ import json
 import re
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime, timedelta
 from hashlib import sha256
 from itertools import count
@@ -20,7 +20,7 @@ from typing import Any, Literal, get_args
 
 from rich.console import Console
 from rich.progress import track
-from sqlalchemy import TextClause, text
+from sqlalchemy import TextClause, select, text
 from sqlalchemy.orm import Session
 
 from idempotency import CallRefused, Defer, IdempotentTask, OperationId, PermanentError
@@ -31,9 +31,10 @@ from idempotency.wire import keys
 
 from . import app
 from .gateway import GatewayError, Moved
+from .models import Payment, PaymentEvent
 from .outside import gateway
 from .reports import STRIPE
-from .settlement import NOT_THERE, ask_about_refund
+from .settlement import NOT_THERE, as_report, ask_about_refund, settle
 from .tenants import DEFAULT
 
 Kind = Literal["charge", "refund"]
@@ -235,6 +236,28 @@ def ask_about_pending(until: datetime) -> int:
     return len(pending)
 
 
+def hand_over_disputes() -> int:
+    """Apply each dispute that was kept for one tenant, and whose charge a person has found to be another's; returns how many.
+
+    Stripe names no payment with a dispute, and a webhook looks at the books of one tenant. Charges and refunds need no
+    handing over: each is a difference, with a dead letter.
+    """
+    of_charge = (Payment.gateway == PaymentEvent.gateway) & (Payment.charge_id == PaymentEvent.charge_id)
+    kept = select(PaymentEvent, Payment.tenant).join(Payment, of_charge & (Payment.tenant != PaymentEvent.tenant))
+    kept = kept.where(PaymentEvent.gateway == STRIPE, PaymentEvent.object == "dispute", ~PaymentEvent.is_applied)
+    with Session(runtime_of(app).engine) as session:
+        found = [(as_report(event), payer) for event, payer in session.execute(kept.order_by(PaymentEvent.received_at))]
+    for report, payer in found:
+        with runtime_of(app).transaction(payer) as connection, Session(connection) as session:
+            settle(session, replace(report, tenant=payer, payment_id=None))
+            session.flush()
+        # afterwards, in the books of the other; what is handed over twice is a duplicate there
+        with runtime_of(app).transaction(report.tenant) as connection, Session(connection) as session:
+            session.get_one(PaymentEvent, (report.tenant, report.gateway, report.event_id)).is_applied = True
+            session.flush()
+    return len(found)
+
+
 def days_before(until: datetime, days: float) -> list[tuple[datetime, datetime]]:
     """That time in parts of a day at most, so that no list is longer than a day's."""
     begins = [until - timedelta(days=days) + timedelta(days=n) for n in range(int(-(-days // 1)))]
@@ -299,6 +322,7 @@ def main(arguments: list[str] | None = None) -> int:
     found: list[Difference] = []
     unanswered: list[str] = []
     ask_about_pending(until)
+    hand_over_disputes()
     for since, end in track(days_before(until, given.days), "days compared", console=console, disable=given.json):
         compared = reconcile(since, end)
         found += compared.differences

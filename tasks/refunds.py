@@ -241,7 +241,9 @@ def is_owed_again(session: Session, payment: Payment) -> bool:
     made = session.scalars(of_payment.where(Refund.status.in_(MADE))).all()
     if sum(refund.amount for refund in made if refund.status == "refunded") >= payment.amount:
         return False  # also what was requested before, and is made since
-    # Of one moment, as the provider's seconds are: what has failed at once, what has come back, what was given.
+    # Of one moment, as the provider's seconds are: what has failed at once, what has come back, what was given. Two that
+    # fail in the second in which they were made count as two parts, though they may be two attempts at one: a case too
+    # many is seen to and closed, one too few is money that nobody gives back.
     changes: list[tuple[datetime, int, int]] = []
     for refund in made:
         came_back = refund.status == "reversed"

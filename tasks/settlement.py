@@ -117,10 +117,11 @@ def _completed(session: Session, report: Report) -> Report | None:
         setattr(event, name, said)
     event.code = event.code or report.code
     session.flush()
-    return _as_report(event)
+    return as_report(event)
 
 
-def _as_report(event: PaymentEvent) -> Report:
+def as_report(event: PaymentEvent) -> Report:
+    """The report that is kept as this row."""
     return Report(**{name: getattr(event, name) for name in Report.__dataclass_fields__})
 
 
@@ -195,7 +196,7 @@ def _lock(session: Session, gateway: str, charge_id: str) -> None:
 def _apply_waiting(session: Session, tenant: str, gateway: str, charge_id: str) -> int:
     """Apply what can be by now; returns how many."""
     waiting = select(PaymentEvent).filter_by(tenant=tenant, gateway=gateway, charge_id=charge_id, is_applied=False)
-    reports = [_as_report(event) for event in session.scalars(waiting.order_by(PaymentEvent.received_at)).all()]
+    reports = [as_report(event) for event in session.scalars(waiting.order_by(PaymentEvent.received_at)).all()]
     return sum(_apply_alone(session, report) for report in reports)
 
 

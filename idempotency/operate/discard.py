@@ -40,12 +40,12 @@ def request(connection: Connection, person: Person, letter: int, reason: str, *,
     audit(connection, change, "discard_requested", id, record, details=said)
 
 
-def approve(connection: Connection, person: Person, letter: int, *, app: Celery | None = None) -> None:
+def approve(connection: Connection, person: Person, letter: int, *, app: Celery) -> None:
     """Discard a dead letter that another person has asked to discard; its operation can be purged from now on.
 
     One transaction, which the caller commits. Raises `OperationNotFound`, `NotAllowed`, and `DiscardRefused`, also
-    while the operation is running, and while only a replay would bring it to its end; with `app`, also for an accepted
-    operation that has not begun, if its task has an `on_failed` to tell.
+    while the operation is running, while only a replay would bring it to its end, and for an accepted operation that has
+    not begun, if its task has an `on_failed` to tell.
     """
     if person.role != "admin":
         raise NotAllowed(f"approve: needs the role admin, {person.name!r} is {person.role}")
@@ -73,7 +73,7 @@ def approve(connection: Connection, person: Person, letter: int, *, app: Celery 
             f"dead letter {letter}: {asked.requested_by!r} asked for it, so another admin has to approve"
         )
     id, record = _operation_to_discard(connection, letter, row)
-    if app is not None and webhook is None and id is not None and record is None and row.outbox_id is not None:
+    if webhook is None and id is not None and record is None and row.outbox_id is not None:
         _check_not_forgotten(app, connection, row, id)
     discards.discard(connection, letter)
     if webhook is not None:

@@ -165,7 +165,7 @@ class People:
             with runtime_of(self._app).engine.begin() as connection:
                 discard.request(connection, ANN, letter, change.reason)
             with runtime_of(self._app).engine.begin() as connection:
-                discard.approve(connection, BOB, letter)
+                discard.approve(connection, BOB, letter, app=self._app)
 
         self._give("discard", ask_and_approve)
 

@@ -378,7 +378,7 @@ def test_a_discarded_letter_settles_the_row_of_its_own_message_only(
     assert letter.reason == "undecodable"
     with engine.begin() as transaction:
         discard.request(transaction, Person("ann", "operator"), letter.id, "a broken copy")
-        discard.approve(transaction, Person("bob", "admin"), letter.id)
+        discard.approve(transaction, Person("bob", "admin"), letter.id, app=bank)
     assert [row.settled_at is not None for row in op.outbox(connection, id)] == [False, True]
     connection.execute(text("UPDATE idempotency.outbox SET published_at = clock_timestamp() - interval '1d'"))
     assert resend_lost(bank, lambda queue: 0).resent == 1

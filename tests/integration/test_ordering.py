@@ -314,7 +314,7 @@ def test_a_discarded_row_holds_back_its_key_no_longer(
     relay, letter = blocked
     with runtime_of(bank).engine.begin() as transaction:
         discard.request(transaction, Person("ann", "operator"), letter, "of no use")
-        discard.approve(transaction, Person("bob", "admin"), letter)
+        discard.approve(transaction, Person("bob", "admin"), letter, app=bank)
     assert relay.run_once() == Relayed(2, 0)
     assert keys(drained(bank)) == ["a2", "a3"]
     assert states(connection) == ["failed", "published", "published"]
@@ -368,7 +368,7 @@ def test_the_purge_leaves_what_holds_back_a_key(
     assert lanes(connection) == {"a": True}
     with runtime_of(bank).engine.begin() as transaction:
         discard.request(transaction, Person("ann", "operator"), letter, "of no use")
-        discard.approve(transaction, Person("bob", "admin"), letter)
+        discard.approve(transaction, Person("bob", "admin"), letter, app=bank)
     assert purged() == 1
     assert states(connection) == ["pending", "pending"]
     assert lanes(connection) == {"a": False}
@@ -411,7 +411,7 @@ def test_a_discard_and_a_relay_at_once_leave_the_key_open(
     letter = fail(connection, relay, message_id)
     with runtime_of(bank).engine.connect() as person:
         discard.request(person, Person("ann", "operator"), letter, "of no use")
-        discard.approve(person, Person("bob", "admin"), letter)
+        discard.approve(person, Person("bob", "admin"), letter, app=bank)
         late = threading.Thread(target=refresh, args=(bank, (b.deposit.name, "a")))
         late.start()  # waits for the lane, and then looks
         late.join(0.3)

@@ -180,7 +180,7 @@ class People(Claims):
         letter = self.letters[number]
         may = letter.status == "open" and letter.asked_by not in (None, person) and not self._is_the_last_way_on(letter)
         with refused(not may, DiscardRefused), self.transaction() as connection:
-            discard.approve(connection, Person(person, "admin"), number)
+            discard.approve(connection, Person(person, "admin"), number, app=self.app)
         if not may:
             return
         letter.status = "discarded"

@@ -155,7 +155,7 @@ def _discard(world: World) -> None:
             with engine.begin() as connection:
                 discard.request(connection, Person("ann", "operator"), letter, "asked by the search")
             with engine.begin() as connection:
-                discard.approve(connection, Person("bob", "admin"), letter)
+                discard.approve(connection, Person("bob", "admin"), letter, app=application.app)
 
 
 def _insisting(command: Callable[[Change], object]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from celery import Celery
@@ -10,6 +11,7 @@ from sqlalchemy import Connection, text
 
 from idempotency import OperationId
 from idempotency.application import runtime_of
+from idempotency.operate import discard
 from idempotency.operate.change import Change, Shown, read
 from idempotency.operate.replay import replay
 from tests.support import operations as op
@@ -32,6 +34,7 @@ def replay_and_deliver(app: Celery, connection: Connection, deliveries: Deliveri
 
 def act(app: Celery, step: Callable[..., object], *arguments: Any) -> None:
     """One step of a discard, in a transaction."""
+    step = partial(step, app=app) if step is discard.approve else step
     with runtime_of(app).engine.begin() as connection:
         step(connection, *arguments)
 
