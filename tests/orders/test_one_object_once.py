@@ -156,6 +156,7 @@ def test_a_dispute_kept_for_another_tenant_than_the_one_whose_charge_it_is_is_ha
     """The provider has told one tenant, and a person has found the charge to be of another's payment since."""
     from tasks import reconciliation, settlement
 
+    shop.forget()
     order, charge = captured(shop)
     dispute = report("dp" + order, "needs_response", order, object="dispute", charge_id=charge, amount=400)
     dispute = replace(dispute, tenant="t-else", payment_id=None)

@@ -288,7 +288,7 @@ JSON = some.recursive(
 
 
 @some.composite
-def anywhere_wrong(draw: some.DrawFn, **right: list[Any]) -> dict[str, Any]:
+def anywhere_wrong(draw: some.DrawFn, /, **right: list[Any]) -> dict[str, Any]:
     """A right document, of which fields may be anything: so that a wrong one is met by code that has read the others."""
     wrong = draw(some.sets(some.sampled_from(sorted(right)), max_size=2))
     return {name: draw(JSON if name in wrong else some.sampled_from(values)) for name, values in right.items()}
