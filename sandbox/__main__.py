@@ -157,7 +157,13 @@ def _parser() -> argparse.ArgumentParser:
     every.add_argument("--provider-port", type=int, default=0)
     every.add_argument("--mail-port", type=int, default=0)
     every.add_argument("--carrier-port", type=int, default=0)
-    every.add_argument("--faults", type=_faults, default={}, metavar="NAME=N,...", help="of provider and mail server")
+    every.add_argument(
+        "--faults",
+        type=_faults,
+        default={},
+        metavar="NAME=N,...",
+        help=f"{provider_faults}; of mail {', '.join(MAIL_FAULTS)}",
+    )
     return parser
 
 

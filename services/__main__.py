@@ -74,6 +74,8 @@ def env() -> None:
     for server in services.servers.values():
         if not server.running:
             raise ServiceError(f"{server.name} is not running; start it with: make up")
+    for name in sorted(set(NEEDS) - set(services.servers)):
+        print(f"{name}: not from here; its address is set in the environment, and stays", file=sys.stderr)
     for variable, address in services.environment().items():
         print(f"export {variable}={shlex.quote(address)}")
 

@@ -34,9 +34,9 @@ def check_operators(app: Celery, given: Settings) -> list[Finding]:
     with monitoring_connection(given) as connection:
         is_one_known = people.has_any(connection)
     if is_one_known is None:
-        return [ok("operators", "only the role idempotency_operator can see whether anyone has a valid token")]
+        return [ok("tokens", "only the role idempotency_operator can see whether anyone has a valid token")]
     if is_one_known:
         return []
     found = f"none has a valid token, and {len(moving)} tasks move money ({moving[0]}, for one)"
     advice = f"add one with `{framework().command} operators add`: only they can change what those do"
-    return [warning("operators", found, advice)]
+    return [warning("tokens", found, advice)]

@@ -89,7 +89,12 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-cli = typer.Typer(cls=_Commands, no_args_is_help=True, pretty_exceptions_enable=False)
+cli = typer.Typer(
+    cls=_Commands,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
 
 
 @cli.callback()

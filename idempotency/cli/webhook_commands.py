@@ -22,7 +22,16 @@ commands.add_typer(webhooks, name="webhooks")
 errors = Console(stderr=True)
 
 COLUMNS = ("id", "tenant", "url", "events", "status", "disabled_because", "failing_since", "given_up", "created_at")
-DELIVERIES = ("id", "event_type", "status", "given_up_because", "redelivery", "created_at", "ended_at")
+DELIVERIES = (
+    "id",
+    "event_type",
+    "status",
+    "given_up_because",
+    "redelivery",
+    "created_at",
+    "next_attempt_at",
+    "ended_at",
+)
 ATTEMPTS = ("delivery_id", "event_type", "redelivery", "begun_at", "status", "error", "milliseconds")
 EndpointArgument = Annotated[str, typer.Argument(metavar="ENDPOINT", help="The endpoint's id, ep_….")]
 SchemeOption = Annotated[bool, typer.Option("--ed25519", help="Sign by a key pair instead of a shared secret.")]
@@ -157,7 +166,7 @@ def redeliver(
     app: AppOption = "",
     as_json: JsonOption = False,
 ) -> None:
-    """Deliver again what was delivered or given up, under the same webhook-id."""
+    """Deliver again what was delivered or given up, or now what waits for its next attempt; under the same webhook-id."""
     operate.redeliver(application(app), Change(actor, reason), id)
     _done(id, "redelivered", as_json)
 

@@ -16,12 +16,13 @@ from ..application import runtime_of
 from ..attempt.runtime import Runtime
 from ..errors import ChangeRefused, OperationNotFound
 from ..hosts import Allowed
+from ..store import waking
 from ..store import webhooks as stored
 from ..webhooks import challenge
 from ..webhooks.addresses import target_of
 from ..webhooks.posting import Sender
 from ..webhooks.signing import Scheme, new_secret, verifier_of
-from ..wire.keys import check_key
+from ..wire.keys import OperationId, check_key
 from .change import Change, audit
 
 ID_BYTES = 12
@@ -110,9 +111,11 @@ def rotate_secret(
 
 
 def redeliver(app: Celery, change: Change, id: str) -> int:
-    """Deliver again, under the same id, what was delivered or given up. Returns how often that has been asked for.
+    """Deliver again, under the same id, what was delivered or given up; what waits for its next attempt, now.
 
-    Raises `OperationNotFound`, and `ChangeRefused` for one that waits, or whose endpoint is not enabled.
+    Returns how often what had ended was delivered again. An attempt that is made now is one of the ten. Raises
+    `OperationNotFound`, and `ChangeRefused` for one that was erased, that only the replay of a dead letter would deliver, or
+    whose endpoint is not enabled.
     """
     app.loader.import_default_modules()
     runtime = runtime_of(app)
@@ -126,13 +129,17 @@ def redeliver(app: Celery, change: Change, id: str) -> int:
         raise ChangeRefused(f"{id}: its endpoint {delivery.endpoint_id} is {status}; enable that first")
     with runtime.engine.begin() as connection:
         row = stored.reopen(connection, service, id)
-        if row is None:
-            if _delivery(runtime, id).is_erased:
+        if row is not None:
+            app.tasks[row.task].enqueue(connection, delivery_id=id, redelivery=row.redelivery, tenant=row.tenant)
+        else:
+            row = _delivery(runtime, id)
+            if row.is_erased:
                 raise ChangeRefused(f"{id}: its body was erased")
-            raise ChangeRefused(
-                f"{id}: is still being delivered, and tried again by itself; `webhooks show` has its attempts"
-            )
-        app.tasks[row.task].enqueue(connection, delivery_id=id, redelivery=row.redelivery, tenant=row.tenant)
+            if row.ended_at is not None:
+                raise ChangeRefused(f"{id}: was {row.status} at this moment; look again")
+            if row.next_attempt_at is None and row.dead_letter is not None:
+                raise ChangeRefused(f"{id}: its message is the dead letter {row.dead_letter}; replay that")
+            waking.wake(connection, OperationId(row.tenant, row.task, f"{id}:{row.redelivery}"), service)
         audit(connection, change, "webhook_redelivered", None, None, details={"id": id, "tenant": row.tenant})
     return int(row.redelivery)
 

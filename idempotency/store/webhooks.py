@@ -57,16 +57,23 @@ WHERE id = %(id)s AND service = %(service)s
 # One that was disabled since it was read stays so.
 _ENABLE = f"{_SET_STATUS} AND (status <> '{DISABLED}' OR changed_at = %(seen)s)"
 
+# Of a record, an outbox row or a dead letter: it is of the operation that makes the delivery `w`.
+OF_DELIVERY = "(tenant, task, key) = (w.tenant, w.task, w.id || ':' || w.redelivery)"
+_NEXT_ATTEMPT = f"""CASE WHEN w.status = 'waiting' THEN
+           (SELECT min(available_at) FROM idempotency.outbox WHERE {OF_DELIVERY} AND status = 'pending') END AS next_attempt_at"""
 _ADD_DELIVERY = """
 INSERT INTO idempotency.webhook_deliveries (id, tenant, service, endpoint_id, task, event_type, body)
 VALUES (%(id)s, %(tenant)s, %(service)s, %(endpoint)s, %(task)s, %(event_type)s, %(body)s) ON CONFLICT DO NOTHING
 """
-_DELIVERY = """
-SELECT id, tenant, endpoint_id, task, event_type, status, given_up_because, redelivery, created_at, ended_at, body = '' AS is_erased
-FROM idempotency.webhook_deliveries WHERE id = %(id)s AND service = %(service)s
+_DELIVERY = f"""
+SELECT id, tenant, endpoint_id, task, event_type, status, given_up_because, redelivery, created_at, ended_at, body = '' AS is_erased,
+       {_NEXT_ATTEMPT},
+       (SELECT min(id) FROM idempotency.dead_letters WHERE {OF_DELIVERY} AND status = 'open') AS dead_letter
+FROM idempotency.webhook_deliveries w WHERE id = %(id)s AND service = %(service)s
 """
-_DELIVERIES = """
-SELECT id, event_type, status, given_up_because, redelivery, created_at, ended_at FROM idempotency.webhook_deliveries
+_DELIVERIES = f"""
+SELECT id, event_type, status, given_up_because, redelivery, created_at, ended_at, {_NEXT_ATTEMPT}
+FROM idempotency.webhook_deliveries w
 WHERE endpoint_id = %(endpoint)s ORDER BY created_at DESC, id LIMIT %(limit)s
 """
 _REOPEN = """
@@ -141,8 +148,6 @@ _DISABLED_BY_ITSELF = f"""
 SELECT id, tenant, disabled_because FROM idempotency.webhook_endpoints
 WHERE service = %(service)s AND status = '{DISABLED}' AND disabled_because IN ('{GONE}', '{FAILING}') ORDER BY id LIMIT 100
 """
-# Of a record, an outbox row or a dead letter: it is of the operation that makes the delivery `w`.
-OF_DELIVERY = "(tenant, task, key) = (w.tenant, w.task, w.id || ':' || w.redelivery)"
 # With their attempts. One that waits stays, however old, and so does one that a person may replay.
 _FORGET = f"""
 DELETE FROM idempotency.webhook_deliveries WHERE id IN (

@@ -115,7 +115,7 @@ def test_money_that_no_one_may_touch_is_a_warning(
     configured: Celery, rabbitmq: None, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def warned() -> list[str]:
-        return [each.found for each in about(configured, "operators") if each.level is Level.WARNING]
+        return [each.found for each in about(configured, "tokens") if each.level is Level.WARNING]
 
     assert warned() == []
     monkeypatch.setattr(configured.tasks[bank_module.deposit.name], "moves_money", True)

@@ -260,8 +260,7 @@ def test_a_redelivery_keeps_the_id(
     outbox.run()
     (delivery,) = rows("deliveries")
     assert operate.redeliver(shop, ANN, delivery.id) == 1
-    with pytest.raises(ChangeRefused, match="still being delivered"):
-        operate.redeliver(shop, ANN, delivery.id)
+    assert operate.redeliver(shop, ANN, delivery.id) == 1  # it waits already
     outbox.run()
     assert operate.redeliver(shop, ANN, delivery.id) == 2
     outbox.run()
@@ -269,6 +268,26 @@ def test_a_redelivery_keeps_the_id(
     assert [row.redelivery for row in rows("attempts")] == [0, 1, 2]
     with pytest.raises(OperationNotFound):
         operate.redeliver(shop, ANN, "msg_unknown")
+
+
+def test_what_waits_for_its_next_attempt_is_delivered_now(
+    shop: Celery, happen: Happen, register: Register, outbox: Outbox, receiver: Receiver, engine: Engine, rows: Rows
+) -> None:
+    register()
+    receiver.answer = answering(503, Retry_After="7200")
+    happen()
+    step(outbox)
+    id = OperationId("acme", "webhooks.deliver", step(outbox).key)
+    (delivery,) = rows("deliveries")
+    with engine.connect() as connection:
+        shown = stored.delivery(connection, "bank", delivery.id)
+        assert shown.next_attempt_at > datetime.now(UTC) + timedelta(hours=1)
+        assert operate.redeliver(shop, ANN, delivery.id) == 0
+        assert op.seconds_from_now(connection, id, "available_at") <= 0
+        receiver.answer = answering(204)
+        outbox.run()
+        shown = stored.delivery(connection, "bank", delivery.id)
+    assert (shown.status, shown.next_attempt_at, len(receiver.webhooks)) == ("delivered", None, 2)
 
 
 def test_a_cancelled_delivery_is_given_up_visibly(
