@@ -281,12 +281,14 @@ def test_what_waits_for_its_next_attempt_is_delivered_now(
     (delivery,) = rows("deliveries")
     with engine.connect() as connection:
         shown = stored.delivery(connection, "bank", delivery.id)
+        assert shown is not None
         assert shown.next_attempt_at > datetime.now(UTC) + timedelta(hours=1)
         assert operate.redeliver(shop, ANN, delivery.id) == 0
         assert op.seconds_from_now(connection, id, "available_at") <= 0
         receiver.answer = answering(204)
         outbox.run()
         shown = stored.delivery(connection, "bank", delivery.id)
+    assert shown is not None
     assert (shown.status, shown.next_attempt_at, len(receiver.webhooks)) == ("delivered", None, 2)
 
 
