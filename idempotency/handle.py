@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from typing import Any, Generic, cast
 
@@ -20,7 +21,7 @@ from .framework import framework
 from .store import operations, waking
 from .store.answers import error_fields
 from .store.callers import Caller, in_transaction_of
-from .wire import results
+from .wire import references, results
 from .wire.keys import OperationId, fingerprint_version
 
 # Seconds between two reads of the record. Most operations end within a few; for the others, a pause that grows with the
@@ -63,9 +64,19 @@ class StoredOperation(Generic[R_co]):
     def result(self) -> R_co | None:
         """The stored result; None also when there is none, so look at `status` first.
 
-        A large one is fetched each time. Raises `ResultErased`, `ResultUnreadable`, and what the place of large results raises.
+        A large one is fetched each time, or was by `alookup`. Raises `ResultErased`, `ResultUnreadable`, and what the place of large
+        results raises.
         """
         return None if self.result_text is None else cast(R_co, self._decode(self.result_text))
+
+    def _fetched(self) -> StoredOperation[R_co]:
+        """The same, with what reading its result returns or raises known by now."""
+        known: Future[Any] = Future()
+        try:
+            known.set_result(self.result)
+        except Exception as error:
+            known.set_exception(error)
+        return replace(self, _decode=lambda _: known.result())
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,9 +171,13 @@ class Handle(Generic[R_co]):
 
     async def _in_thread(self, read: Callable[[], StoredOperation[R_co] | None]) -> StoredOperation[R_co] | None:
         if (reader := framework().reader()) is not None:
-            return cast("StoredOperation[R_co] | None", await reader(read))
-        readers = runtime_of(self.app).readers
-        return await asyncio.get_running_loop().run_in_executor(readers, read)
+            stored = cast("StoredOperation[R_co] | None", await reader(read))
+        else:
+            readers = runtime_of(self.app).readers
+            stored = await asyncio.get_running_loop().run_in_executor(readers, read)
+        if stored is not None and references.is_reference(stored.result_text or ""):
+            return await asyncio.to_thread(stored._fetched)  # not by the few that read records: it may take long
+        return stored
 
     def __await__(self) -> Generator[Any, None, R_co]:
         """`await handle` gives the result, once the operation has ended. Raises `OperationFailed` with the stored error.

@@ -102,6 +102,8 @@ class Difference:
     name: str | None
     provider: str | None
     ledger: str | None
+    # whether the name at the provider is one of ours: who asks again may see only one tenant
+    is_known: bool = True
     # that it is or is of, if that is not in our books
     foreign_charge: str | None = None
 
@@ -152,10 +154,17 @@ def _is_given_back(difference: Difference) -> bool:
     return difference.foreign_charge is not None and gateway.is_given_back(difference.foreign_charge)
 
 
-def _compare(session: Session, kind: Kind, id: str, moved: Moved | None) -> Difference | None:
-    """What the provider has under an id, with what we have under the same id, or under the name that it tells."""
+def _compare(
+    session: Session, kind: Kind, id: str, moved: Moved | None, *, is_known: bool | None = None
+) -> Difference | None:
+    """What the provider has under an id, with what we have under the same id, or under the name that it tells.
+
+    `is_known`: whether that name is one of ours, if the session does not see all tenants.
+    """
     tenant, name = (None, None) if moved is None else (moved.tenant, moved.name)
-    if moved is not None and not session.execute(_KNOWN[kind], {"tenant": tenant, "name": name}).first():
+    if is_known is None:
+        is_known = bool(session.execute(_KNOWN[kind], {"tenant": tenant, "name": name}).first())
+    if moved is not None and not is_known:
         moved = moved._replace(name=None)
     ours = session.execute(_OF_OBJECT[kind], {"tenant": tenant, "name": moved and moved.name, "id": id}).all()
     if moved is not None and moved.name is None and not (moved.is_decided or ours):
@@ -167,14 +176,17 @@ def _compare(session: Session, kind: Kind, id: str, moved: Moved | None) -> Diff
         posted = [f"{row.amount} {row.currency.upper()} as {row.id}" for row in ours]
     if posted == ([] if theirs is None else [theirs]):
         return None
+    ledger = " + ".join(posted) or None
     if moved is None:
         tenant, name = (ours[0].tenant, ours[0].name) if ours else (DEFAULT, None)
-        return Difference(kind, tenant, id, name, theirs, " + ".join(posted) or None)
+        return Difference(kind, tenant, id, name, theirs, ledger, is_known)
+    # It is told where it is in the books, or else where its charge is: the name at the provider may be another tenant's.
     payer = session.execute(_PAYER, {"charge": moved.charge_id}).scalar_one_or_none()
-    if moved.name is None:  # it is of the one in whose books its charge is
-        name, tenant = (f"{STRIPE}-{id}" if kind == "refund" else name), payer or moved.tenant
-    foreign = moved.charge_id if payer is None and not under_id else None
-    return Difference(kind, tenant or DEFAULT, id, name, theirs, " + ".join(posted) or None, foreign)
+    owner = under_id[0].tenant if under_id else payer
+    if moved.name is None:
+        name = f"{STRIPE}-{id}" if kind == "refund" else name
+    foreign = moved.charge_id if owner is None else None
+    return Difference(kind, owner or moved.tenant or DEFAULT, id, name, theirs, ledger, is_known, foreign)
 
 
 def _posted(row: Any, moved: Moved | None, *, is_one: bool) -> str:
@@ -199,10 +211,20 @@ def _look_up(kind: Kind, id: str) -> Moved | None:
 
 
 @app.task(base=IdempotentTask, bind=True, name="payments.check_difference", key="{difference}")
-def check_difference(self: IdempotentTask, difference: str, kind: Kind, id: str) -> dict[str, Any]:
-    """Ask both sides about one object again. Fails, and so leaves a dead letter, for as long as they differ."""
+def check_difference(
+    self: IdempotentTask,
+    difference: str,
+    kind: Kind,
+    id: str,
+    is_known: bool | None = None,
+    name: str | None = None,
+) -> dict[str, Any]:
+    """Ask both sides about one object again. Fails, and so leaves a dead letter, for as long as they differ.
+
+    `name`: of letters of before, and of no use.
+    """
     moved = _look_up(kind, id)  # before the transaction begins
-    found = _compare(self.session, kind, id, moved)
+    found = _compare(self.session, kind, id, moved, is_known=is_known)
     self.session.rollback()
     if found is not None and not _is_given_back(found):
         raise PermanentError(str(found), DIFFERS)
@@ -210,15 +232,16 @@ def check_difference(self: IdempotentTask, difference: str, kind: Kind, id: str)
 
 
 def reconcile(since: datetime, until: datetime) -> Compared:
-    """Compare, and enqueue an operation for each difference: the same one again is the same operation."""
+    """Compare, and enqueue an operation for each difference that is not told yet."""
     with Session(runtime_of(app).engine) as session:
         compared = compare(session, since, until)
     for each in compared.differences:
         with Session(runtime_of(app).engine) as session, session.begin():
-            about = {"kind": each.kind, "id": each.id}  # not its name: that becomes known, and is no other difference
             tenant = _known_tenant(each.tenant)
-            key = _free_key(session, check_difference.name, tenant, _name_of(each), told=DIFFERS)
-            check_difference.enqueue(session, difference=key, **about, tenant=tenant)
+            key = _key_to_tell(session, check_difference.name, tenant, _name_of(each), told=DIFFERS)
+            if key is not None:
+                about = {"kind": each.kind, "id": each.id, "is_known": each.is_known}
+                check_difference.enqueue(session, difference=key, **about, tenant=tenant)
     return compared
 
 
@@ -231,8 +254,9 @@ def ask_about_pending(until: datetime) -> int:
         pending = session.execute(_PENDING_AT_SITE, {"until": until}).all()
     for row in pending:
         with Session(runtime_of(app).engine) as session, session.begin():
-            key = _free_key(session, ask_about_refund.name, row.tenant, _in_key(row.id), told=NOT_THERE)
-            ask_about_refund.enqueue(session, refund_id=row.id, tenant=row.tenant, idempotency_key=key)
+            key = _key_to_tell(session, ask_about_refund.name, row.tenant, _in_key(row.id), told=NOT_THERE)
+            if key is not None:
+                ask_about_refund.enqueue(session, refund_id=row.id, tenant=row.tenant, idempotency_key=key)
     return len(pending)
 
 
@@ -287,8 +311,8 @@ def _in_key(id: str) -> str:
     return (id if _is_key(id) else sha256(id.encode()).hexdigest()[:32])[:200]
 
 
-def _free_key(session: Session, task: str, tenant: str, name: str, *, told: str) -> str:
-    """The key, made of this name, of the operation that is under way, or whose open letter says `told`; else one that is unused.
+def _key_to_tell(session: Session, task: str, tenant: str, name: str, *, told: str) -> str | None:
+    """An unused key, made of this name. None: an operation is under way that will tell it, or its open letter says `told`.
 
     A completed operation tells nobody; nor does one whose letter says something else or was discarded.
     """
@@ -296,12 +320,14 @@ def _free_key(session: Session, task: str, tenant: str, name: str, *, told: str)
     for id in letter_operations.with_open_letters(connection, OperationId(tenant, task, name)):
         known = operations.lookup(connection, id, service)
         if known is not None and known.error and error_fields(known.error)["code"] == told:
-            return id.key
+            return None
     for number in count(1):
         id = OperationId(tenant, task, name if number == 1 else f"{name}:{number}")
         known = operations.lookup(connection, id, service)
-        if known is None or known.status not in ("completed", "failed"):
+        if known is None:
             return id.key
+        if known.status not in ("completed", "failed"):
+            return None
     raise AssertionError
 
 

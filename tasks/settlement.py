@@ -53,7 +53,7 @@ SELECT set_config('lock_timeout', :wait, true), set_config('statement_timeout', 
        set_config('idle_in_transaction_session_timeout', :hold, true)
 """)
 # The seed is "webh" in ASCII: Postgres before 16 has no hexadecimal numbers.
-_OF_CHARGE = text("SELECT pg_advisory_xact_lock(hashtextextended(:charge, 2003132008))")
+_OF_CHARGE = text("SELECT pg_advisory_xact_lock(hashtextextended(:charge, 2003133032))")
 
 
 def settle(session: Session, report: Report) -> Settled:

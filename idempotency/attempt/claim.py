@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Protocol, TypeVar
 
 from sqlalchemy import Connection
@@ -71,7 +72,7 @@ def _claim(
     elif hint is Hint.FREE:
         hints.drop(id, token, delivery.fingerprint)
     _count(answer, id.task)
-    return answer
+    return replace(answer, _decode=runtime.read_result) if isinstance(answer, Completed) else answer
 
 
 def peek(runtime: Runtime, delivery: Delivery) -> Completed | Failed | Mismatch | Foreign | Busy | None:

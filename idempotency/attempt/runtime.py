@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import math
 import os
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import psycopg
+from billiard.exceptions import SoftTimeLimitExceeded
 from sqlalchemy import Connection, Engine
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 from sqlalchemy.pool import NullPool, StaticPool
 
 from .. import objects
-from ..errors import Defer
+from ..errors import Undecided
 from ..observe import metrics
 from ..observe.crash_points import crash_point
 from ..settings import Settings
@@ -35,7 +37,9 @@ from .threads import DaemonThreads
 # Threads that read records for an event loop; a read takes about a millisecond.
 READERS = 4
 # Seconds until a large result is tried again whose place has not taken it.
-OBJECTS_PAUSE = 10.0
+OBJECTS_PAUSE = 30.0
+# Seconds for which it is left alone by this process.
+OBJECTS_REST = 5.0
 
 
 class Runtime:
@@ -66,6 +70,7 @@ class Runtime:
             pool_reset_on_return=None,
         )
         self._kept = connections.KeptConnection(self._autocommit_engine)
+        self._objects_away_until = 0.0
         self.hints = Hints(
             None if self.settings.redis_url is None else self.settings.redis_url.get_secret_value(),
             owner=self.settings.owner,
@@ -152,17 +157,23 @@ class Runtime:
     def stored_result(self, result: Any) -> str:
         """A result as its record keeps it. A large one is put where `large_results_at` says, before the commit that refers to it.
 
-        Raises `InvalidResult`, and `Defer` while that place does not take it.
+        Raises `InvalidResult`, and `Undecided` while that place does not take it: however long that lasts, it is no failure of
+        the operation. One that has just failed is not asked by others, each of which would hold its locks meanwhile.
         """
         settings, store = self.settings, self.settings.large_results_at
         limit = settings.result_limit if store is None else max(settings.result_limit, settings.large_result_limit)
         text = results.to_text(result, limit=limit, compress_above=settings.compress_results_above)
         if store is None or len(text) <= settings.result_limit:
             return text
+        if (left := self._objects_away_until - time.monotonic()) > 0:
+            raise Undecided(OBJECTS_PAUSE, f"the place of large results has failed, and is left alone for {left:.0f} s")
         try:
             kept = objects.keep(store, text)
+        except SoftTimeLimitExceeded:
+            raise
         except Exception as error:
-            raise Defer(
+            self._objects_away_until = time.monotonic() + OBJECTS_REST
+            raise Undecided(
                 OBJECTS_PAUSE, f"the place of large results does not take one: {type(error).__name__}"
             ) from error
         crash_point("result.put")

@@ -163,9 +163,8 @@ def recover(app: AppOption = "", as_json: JsonOption = False) -> None:
 def purge(app: AppOption = "", as_json: JsonOption = False) -> None:
     """Delete what is past its retention, once, and large results that nothing refers to."""
     celery = application(app)
-    purged = maintenance.purge(celery)
+    _print_count("purged", maintenance.purge(celery), as_json)
     objects.sweep(celery)
-    _print_count("purged", purged, as_json)
 
 
 def _print_count(what: str, count: int, as_json: bool) -> None:

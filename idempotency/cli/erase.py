@@ -47,7 +47,12 @@ def erase_operation(
     change = proven(celery, id, Change(actor, reason, request_id), action="erase")
     erased = operate.erase(celery, id, change)
     if as_json:
-        print_json({"change": "erased", "operations": [asdict(each) for each in erased]})
+        operations = [asdict(each) for each in erased.operations]
+        print_json({"change": "erased", "operations": operations, "not_found": erased.not_found})
         return
-    for each in erased:
+    for each in erased.operations:
         print_line(f"erased: {each.task} {each.key}")
+    for name in erased.not_found:
+        print_line(
+            f"not found in idempotency_large_results_at; if that was changed, delete it in the place before: {name}"
+        )

@@ -27,14 +27,14 @@ class ObjectStore(Protocol):
     def put(self, name: str, data: bytes) -> None:
         """Store an object; when this returns, it outlives a crash. A name is never put twice."""
 
-    def get(self, name: str) -> bytes:
-        """An object. Raises `KeyError` if there is none."""
+    def get(self, name: str, at_most: int) -> bytes:
+        """An object, or its first `at_most` bytes. Raises `KeyError` if there is none."""
 
     def delete(self, names: Sequence[str]) -> None:
         """Delete up to `PAGE` objects; some may be gone already."""
 
     def older(self, seconds: float) -> Iterator[list[str]]:
-        """The names of all that was put at least so long ago, up to `PAGE` at a time."""
+        """The names of all that was put at least so long ago, up to `PAGE` at a time; not of what else is there."""
 
 
 def object_store(address: str) -> ObjectStore:
@@ -71,7 +71,7 @@ def fetch(store: ObjectStore | None, text: str) -> str:
             "result: is kept elsewhere; set idempotency_large_results_at, to the same in all processes"
         )
     try:
-        data = store.get(reference.name)
+        data = store.get(reference.name, reference.size + 1)  # what is longer than it has to be is not read
     except KeyError:
         raise ResultUnreadable(f"result: {reference.name} is gone from idempotency_large_results_at") from None
     return references.checked(reference, data)

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from ..wire.references import is_name
 from . import PAGE
 
 # Of a file that is being written. One whose process died is deleted like an object that nothing refers to.
@@ -21,14 +22,19 @@ class Files:
         self._directory = Path(directory)
 
     def put(self, name: str, data: bytes) -> None:
+        self._require_directory()
         path = self._directory / name
         path.parent.mkdir(mode=0o700, exist_ok=True)  # not the directory itself: what is not mounted is not there
         part = path.with_name(path.name + PART)
-        with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        part.rename(path)
+        try:
+            with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            part.rename(path)
+        except BaseException:
+            part.unlink(missing_ok=True)  # a full disk stays no fuller
+            raise
         for directory in (path.parent, self._directory):  # their entries outlive a crash, too
             opened = os.open(directory, os.O_RDONLY)
             try:
@@ -36,10 +42,11 @@ class Files:
             finally:
                 os.close(opened)
 
-    def get(self, name: str) -> bytes:
+    def get(self, name: str, at_most: int) -> bytes:
         self._require_directory()
         try:
-            return (self._directory / name).read_bytes()
+            with (self._directory / name).open("rb") as file:
+                return file.read(at_most)
         except FileNotFoundError:
             raise KeyError(name) from None
 
@@ -49,18 +56,26 @@ class Files:
                 (self._directory / name).unlink()
 
     def _require_directory(self) -> None:
-        """One that is not mounted says nothing of what is in it."""
+        """One that is not mounted says nothing of what is in it, and takes nothing.
+
+        A mount point itself is there without what is mounted, and empty; so it has to be a directory below.
+        """
         if not self._directory.is_dir():
             raise NotADirectoryError(f"{self._directory}: is not there; make it, or mount it")
+        if self._directory.is_mount():
+            raise NotADirectoryError(f"{self._directory}: is a mount point; name a directory in it")
 
     def older(self, seconds: float) -> Iterator[list[str]]:
         self._require_directory()
         before, page = time.time() - seconds, list[str]()
         for folder in sorted(self._directory.glob("[0-9a-f][0-9a-f]")):
             for entry in os.scandir(folder):
+                name = f"{folder.name}/{entry.name}"
+                if not is_name(name.removesuffix(PART)):
+                    continue  # somebody else's
                 with suppress(FileNotFoundError):
                     if entry.is_file(follow_symlinks=False) and entry.stat().st_mtime <= before:
-                        page.append(f"{folder.name}/{entry.name}")
+                        page.append(name)
                 if len(page) == PAGE:
                     yield page
                     page = []

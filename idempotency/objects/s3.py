@@ -5,12 +5,14 @@ Credentials, region and endpoint are boto3's: its environment variables, files a
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from datetime import UTC, datetime, timedelta
-from functools import cached_property
 from typing import Any
 
 from ..extras import extra
+from ..wire.references import is_name
 
 # Seconds for a connection, and for each part of an answer.
 CONNECT_TIMEOUT = 5.0
@@ -23,24 +25,24 @@ class Bucket:
     def __init__(self, bucket: str, prefix: str) -> None:
         self._bucket = bucket
         self._prefix = f"{prefix}/" if prefix else ""
+        self._clients: dict[int, Any] = {}
 
-    @cached_property
+    @property
     def _client(self) -> Any:
-        with extra("s3"):
-            import boto3
-            from botocore.config import Config
-        config = Config(connect_timeout=CONNECT_TIMEOUT, read_timeout=READ_TIMEOUT, retries={"mode": "standard"})
-        return boto3.session.Session().client("s3", config=config)
+        if os.getpid() not in self._clients:  # after a fork, two processes would use one connection
+            self._clients = {os.getpid(): _new_client()}
+        return self._clients[os.getpid()]
 
     def put(self, name: str, data: bytes) -> None:
         self._client.put_object(Bucket=self._bucket, Key=self._prefix + name, Body=data)
 
-    def get(self, name: str) -> bytes:
+    def get(self, name: str, at_most: int) -> bytes:
         try:
             answer = self._client.get_object(Bucket=self._bucket, Key=self._prefix + name)
         except self._client.exceptions.NoSuchKey:
             raise KeyError(name) from None
-        data: bytes = answer["Body"].read()
+        with closing(answer["Body"]) as body:
+            data: bytes = body.read(at_most)
         return data
 
     def delete(self, names: Sequence[str]) -> None:
@@ -53,6 +55,15 @@ class Bucket:
         before = datetime.now(UTC) - timedelta(seconds=seconds)
         pages = self._client.get_paginator("list_objects_v2").paginate(Bucket=self._bucket, Prefix=self._prefix)
         for page in pages:
-            found = [each["Key"] for each in page.get("Contents", ()) if each["LastModified"] <= before]
-            if found:
-                yield [key.removeprefix(self._prefix) for key in found]
+            keys = [each["Key"] for each in page.get("Contents", ()) if each["LastModified"] <= before]
+            # what else is there is somebody else's
+            if names := [name for key in keys if is_name(name := key.removeprefix(self._prefix))]:
+                yield names
+
+
+def _new_client() -> Any:
+    with extra("s3"):
+        import boto3
+        from botocore.config import Config
+    config = Config(connect_timeout=CONNECT_TIMEOUT, read_timeout=READ_TIMEOUT, retries={"mode": "standard"})
+    return boto3.session.Session().client("s3", config=config)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from celery import Celery
 
 from ..application import runtime_of
 from ..errors import ChangeRefused
-from ..objects import PAGE, ObjectStore
+from ..objects import ObjectStore
 from ..observe.logs import log
 from ..sagas.task import SagaTask
 from ..store import erasure, objects, operations
@@ -18,19 +19,28 @@ from .change import Change, audit, called, read, repeated
 from .money import check_verified
 
 
-def erase(app: Celery, id: OperationId, change: Change) -> list[OperationId]:
+class Erased(NamedTuple):
+    """`operations`: whose data is erased, the one that was asked for first. `not_found`: large results that are not in their place.
+
+    If that place was changed since, they are still in the one before.
+    """
+
+    operations: list[OperationId]
+    not_found: list[str]
+
+
+def erase(app: Celery, id: OperationId, change: Change) -> Erased:
     """Erase the arguments, results, errors, messages, answers and events of an operation, and of all that it has called as a saga.
 
     Its key stays spent: a duplicate is answered as one, without a result, other arguments are refused, and nothing runs it again.
-    What has come since, as a late copy of its message, is erased by another call. Returns the operations, this one first. Raises
-    `OperationNotFound`, `NotAuthenticated`, and `ChangeRefused` for what has not ended, and while a letter, an effect, a message or
+    What has come since, as a late copy of its message, is erased by another call. Raises `OperationNotFound`, `NotAuthenticated`, and `ChangeRefused` for what has not ended, and while a letter, an effect, a message or
     a saga still needs its data.
     """
     app.loader.import_default_modules()  # its sagas
     runtime = runtime_of(app)
     with runtime.engine.begin() as connection:
         if repeated(connection, change, "erase", id) is not None:
-            return erasure.family(connection, id)
+            return Erased(erasure.family(connection, id), [])
         read(connection, id, runtime.settings.service)
         check_verified(app, connection, id, change)
         ids = erasure.family(connection, id)
@@ -51,15 +61,22 @@ def erase(app: Celery, id: OperationId, change: Change) -> list[OperationId]:
         for each in ids:
             said = change if each == id else replace(change, request_id=None)
             audit(connection, said, "erase", each, rows[each], details={} if each == id else {"called_by": called(id)})
-    _delete(runtime.settings.large_results_at, large)
-    return ids
+    return Erased(ids, _delete(runtime.settings.large_results_at, large))
 
 
-def _delete(store: ObjectStore | None, names: Sequence[str]) -> None:
+def _delete(store: ObjectStore | None, names: Sequence[str]) -> list[str]:
+    """Delete large results; returns those that are not there."""
+    not_found: list[str] = []
     if store is None:
-        return
-    try:
-        for start in range(0, len(names), PAGE):
-            store.delete(names[start : start + PAGE])
-    except Exception as error:  # nothing refers to them any more: then the next sweep deletes them
-        log.warning("erased_objects_left", objects=len(names), error=type(error).__name__)
+        return not_found
+    for name in names:
+        try:
+            store.get(name, 1)
+            store.delete([name])
+        except KeyError:
+            not_found.append(name)
+        except Exception as error:  # nothing refers to it any more: then the next sweep deletes it
+            log.warning("erased_object_left", object=name, error=type(error).__name__)
+    if not_found:
+        log.warning("erased_objects_not_found", objects=", ".join(not_found))
+    return not_found

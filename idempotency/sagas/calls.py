@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..attempt.conclusions import is_declined
 from ..errors import CallFailed, InvalidKey, Misuse
+from ..store import sagas
 from ..store.answers import stored_error
 from ..store.saga_steps import Recorded
 from ..wire import keys
 from ..worker.control import is_replacement
-from . import arguments
+from . import arguments, stopping
 from .misuse import raised_as_misuse
-from .trouble import result_of
+from .trouble import CannotRead, result_of
 from .undo import Undo, checked
 
 if TYPE_CHECKING:
@@ -60,7 +61,10 @@ def run_all(attempt: SagaAttempt, calls: Sequence[Call]) -> list[Any]:
     for row in found:
         if row.state == "failed":
             raise _failure(row)
-    ended = [result_of(attempt.runtime, row) for row in found]
+    try:
+        ended = [result_of(attempt.runtime, row) for row in found]
+    except CannotRead as error:
+        stopping.stop(attempt, sagas.MISMATCH, str(error), tries_again=True)
     for row, result in zip(found, ended, strict=True):
         if is_replacement(result):
             raise CallFailed(

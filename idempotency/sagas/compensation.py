@@ -17,6 +17,7 @@ from ..wire.keys import OperationId
 from . import undo
 from .calls import Call, begin, key_of
 from .stopping import stop
+from .trouble import CannotRead
 
 if TYPE_CHECKING:
     from .attempt import SagaAttempt
@@ -132,7 +133,11 @@ def _begin_undo(attempt: SagaAttempt, tasks: Any, row: Recorded) -> NoReturn:
     new = attempt.new_row("undo", f"undo {row.name}", "begun", None)
     new.undoes, new.call_task = row.position, task.name
     new.call_key = key_of(attempt, new)
-    begin(attempt, [new], [Call(task, *undo.arguments(task, row))])
+    try:
+        given = undo.arguments(task, row)
+    except CannotRead as error:
+        stop(attempt, sagas.NOT_UNDONE, str(error), tries_again=True)
+    begin(attempt, [new], [Call(task, *given)])
 
 
 def _cancel_saga(attempt: SagaAttempt, tasks: Any, row: Recorded) -> None:

@@ -11,28 +11,29 @@ from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from ..attempt.policy import Policy
 from ..attempt.runtime import Runtime
-from ..errors import Again, Defer, LeaseLost, OutcomeInDoubt, PermanentError, ResultErased, Undecided
+from ..errors import Again, Defer, IdempotencyError, LeaseLost, OutcomeInDoubt, PermanentError, ResultErased
 from ..store.saga_steps import Recorded
 from ..store.statements import describe
 
-# Seconds until a result that could not be read is tried again.
-PAUSE = 30.0
 # Trouble of an attempt, which the next one may not have: it decides nothing.
 TRANSIENT = (LeaseLost, OutcomeInDoubt, OperationalError, PoolTimeout, SoftTimeLimitExceeded)
 
 
-def result_of(runtime: Runtime, row: Recorded) -> Any:
-    """What a call has returned. Raises `Undecided`, for as long as this process cannot read it: that is no reason to undo anything.
+class CannotRead(Exception):
+    """What a call has returned cannot be read: an extra or a setting is missing here, or the place of large results fails."""
 
-    An extra may be missing here, or the place of large results may not answer.
-    """
+
+def result_of(runtime: Runtime, row: Recorded) -> Any:
+    """What a call has returned. Raises `CannotRead`, which is no reason to undo anything: the saga stops, and is tried again."""
     text = row.result if row.entry is None else row.entry.get("result")
     try:
         return runtime.read_result(text or "null")
-    except ResultErased:
+    except (ResultErased, SoftTimeLimitExceeded):
         raise
     except Exception as error:
-        raise Undecided(PAUSE, f"the result of {row.name!r} cannot be read here: {describe(error)}") from error
+        # the text of a library's error may have an address in it
+        why = describe(error) if isinstance(error, IdempotencyError) else type(error).__name__
+        raise CannotRead(f"the result of {row.name!r} cannot be read here: {why}") from error
 
 
 def final_as_refusal(policy: Policy, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -53,9 +53,12 @@ class Completed:
     """Completed before, with this result as stored text."""
 
     result: str
+    # of a large one, what reads it is the runtime's
+    _decode: Callable[[str], Any] = field(default=results.from_text, repr=False, compare=False)
 
     def value(self) -> Any:
-        return results.from_text(self.result)
+        """The result. Raises `ResultErased`, `ResultUnreadable`, and what the place of large results raises."""
+        return self._decode(self.result)
 
 
 @dataclass(frozen=True, slots=True)

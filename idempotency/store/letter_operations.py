@@ -33,6 +33,7 @@ ORDER BY d.id
 _WITH_OPEN_LETTERS = """
 SELECT DISTINCT tenant, task, key FROM idempotency.dead_letters
 WHERE tenant = %(tenant)s AND task = %(task)s AND status = 'open'
+  AND reason NOT IN ('fingerprint_mismatch', 'service_mismatch')  -- of another call under the key
   AND starts_with(key, %(key)s) AND substr(key, length(%(key)s) + 1) ~ '^(:[0-9]+)?$'
 ORDER BY key
 """

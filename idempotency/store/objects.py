@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 
 from sqlalchemy import Connection
 
+from ..errors import ResultUnreadable
 from ..wire.keys import OperationId
 from ..wire.references import BEGIN, NAME_LENGTH, reference
 from .record import ROW, named
@@ -36,7 +38,10 @@ def unused(connection: Connection, names: Sequence[str]) -> list[str]:
 
 
 def of_operations(connection: Connection, ids: Sequence[OperationId]) -> list[str]:
-    """The names that these operations refer to."""
-    return [
-        reference(row.result).name for id in ids for row in connection.exec_driver_sql(_OF_OPERATION, named(id)).all()
-    ]
+    """The names that these operations refer to. A reference that was altered is left out: it leads nowhere."""
+    names = []
+    for id in ids:
+        for row in connection.exec_driver_sql(_OF_OPERATION, named(id)).all():
+            with suppress(ResultUnreadable):
+                names.append(reference(row.result).name)
+    return names

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 import time
 from collections.abc import Callable
@@ -29,12 +30,12 @@ ALERT_WATCH = 5.0
 # How often it purges, and how many rows at a time; while there are more, it goes on without a pause.
 PURGE_WATCH = 60.0
 PURGE_LIMIT = 5_000
-# How often it looks through the large results for those that nothing refers to.
-OBJECT_WATCH = 6 * 3600.0
+# The longest pause between two looks through the large results for those that nothing refers to.
+OBJECT_WATCH = 12 * 3600.0
 
 
 def run_relay(celery: Celery, stop: threading.Event) -> None:
-    """Run the relay's three loops until `stop` is set: publishing, dead letters, upkeep.
+    """Run the relay's loops until `stop` is set: publishing, dead letters, upkeep, large results.
 
     Each has its own thread, so that a slow alert receiver, a waiting `on_failed` or a long purge delays neither messages
     nor each other. If one of them hangs, the relay gives no more signs of life, which other relays notice.
@@ -58,6 +59,7 @@ def run_relay(celery: Celery, stop: threading.Event) -> None:
     threads = [
         threading.Thread(target=letters.run, args=(stop, progressed), daemon=True),
         threading.Thread(target=_upkeep, args=(celery, stop, partial(life.progressed, loop="upkeep")), daemon=True),
+        threading.Thread(target=_sweep_objects, args=(celery, stop), daemon=True),
     ]
     for thread in threads:
         thread.start()
@@ -69,9 +71,24 @@ def run_relay(celery: Celery, stop: threading.Event) -> None:
     life.end()
 
 
+def _sweep_objects(celery: Celery, stop: threading.Event) -> None:
+    """Delete large results that nothing refers to, now and then until `stop` is set.
+
+    In a thread of its own: the place is listed whole, and may be slow. Relays, which may start together or again and again,
+    do not begin at once, nor at the same time.
+    """
+    if runtime_of(celery).settings.large_results_at is None:
+        return
+    while not stop.wait(random.uniform(0.0, OBJECT_WATCH)):
+        try:
+            objects.sweep(celery)
+        except Exception as error:  # its text may have an address in it
+            log.error("objects_not_swept", error=type(error).__name__)
+
+
 def _upkeep(celery: Celery, stop: threading.Event, progressed: Callable[[], object]) -> None:
     """Send alerts, raise alarms and purge until `stop` is set."""
-    alert_at = purge_at = objects_at = time.monotonic()
+    alert_at = purge_at = time.monotonic()
     pauses = Pauses()
     while not stop.is_set():
         progressed()
@@ -85,9 +102,6 @@ def _upkeep(celery: Celery, stop: threading.Event, progressed: Callable[[], obje
                 purge_at = now + PURGE_WATCH
                 if maintenance.purge_once(celery, limit=PURGE_LIMIT).more:
                     purge_at = now
-            if now >= objects_at:
-                objects_at = now + OBJECT_WATCH
-                objects.sweep(celery, progressed)
             pauses.end()
         except OperationalError as error:
             pause = pauses.next()

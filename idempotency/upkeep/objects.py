@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from celery import Celery
 
 from ..application import runtime_of
@@ -12,24 +10,28 @@ from ..settings import DAY
 from ..store import objects
 
 
-def sweep(app: Celery, progressed: Callable[[], object] = lambda: None) -> int:
+def sweep(app: Celery) -> int:
     """Delete what is in `large_results_at` and no record refers to; returns how many.
 
     Such objects are left by purged or erased records, and by attempts that ended between the put and the commit. Nothing is deleted
     in its first day, or twice the longest run if that is more: an attempt's commit may still come. Lists the whole place,
-    so run it a few times a day. Raises what the store raises.
+    so run it a few times a day. What cannot be deleted holds up nothing else. Raises, at the end, what the store has raised.
     """
     runtime = runtime_of(app)
-    store, deleted = runtime.settings.large_results_at, 0
+    store, deleted, failed = runtime.settings.large_results_at, 0, None
     if store is None:
         return 0
     for names in store.older(max(DAY, 2 * runtime.settings.longest_run)):
-        progressed()
         with runtime.autocommit() as connection:
             unused = objects.unused(connection, names)
-        if unused:
-            store.delete(unused)
-            deleted += len(unused)
+        try:
+            if unused:
+                store.delete(unused)
+                deleted += len(unused)
+        except Exception as error:
+            failed = failed or error
     if deleted:
         log.info("objects_deleted", objects=deleted)
+    if failed is not None:
+        raise failed
     return deleted

@@ -15,6 +15,7 @@ BEGIN = "object:"
 # directories short.
 _NAME = "[0-9a-f]{2}/[0-9a-f]{32}"
 NAME_LENGTH = 35
+_NAMED = re.compile(_NAME)
 _REFERENCE = re.compile(f"{BEGIN}({_NAME}):([0-9a-f]{{64}}):([0-9]{{1,12}})")
 
 
@@ -27,6 +28,11 @@ class Reference(NamedTuple):
 
     def __str__(self) -> str:
         return f"{BEGIN}{self.name}:{self.sha256}:{self.size}"
+
+
+def is_name(name: str) -> bool:
+    """Whether this is the name of a large result; what else is in their place is somebody else's."""
+    return _NAMED.fullmatch(name) is not None
 
 
 def new_reference(data: bytes) -> Reference:

@@ -166,7 +166,8 @@ class ControlledTask(RunningTask[P, R_co], Generic[P, R_co]):
         if self.request.replaced_task_nesting >= LONGEST_REPLACEMENT:
             raise UnsupportedControl(f"replace: at most {LONGEST_REPLACEMENT} times in a row")
         limit = runtime_of(self.app).settings.result_limit
-        plain = results.from_text(results.to_text(sig, limit=limit, what="replacement"))
+        wrapped = {results.REPLACED: sig}  # as it is stored, always in the record: SQL looks for it there
+        plain = results.from_text(results.to_text(wrapped, limit=limit, what="replacement"))[results.REPLACED]
         replacement: Signature = signature(plain, app=self.app)
         if "chord" in replacement.options:
             raise InvalidReplacement("A signature replacing a task must not be part of a chord")

@@ -262,7 +262,7 @@ class IdempotentTask(ControlledTask[P, R_co]):
                 return self._returned(delivery, result)
             case Completed():
                 try:
-                    result = runtime_of(self.app).read_result(outcome.result)
+                    result = outcome.value()
                 except Exception as error:
                     return Raised(error)  # the operation is carried out, and this only asks for its result
                 return self._returned(delivery, result)

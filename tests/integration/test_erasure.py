@@ -82,7 +82,7 @@ def test_of_an_erased_operation_nothing_is_left_but_its_spent_key(
     assert before.status == status
     found = {"records", "outbox"} | ({"dead_letters"} if status == "failed" else set())
     assert holding(connection.engine, CANARY) == found
-    assert erase(bank, id, ASKED) == [id]
+    assert erase(bank, id, ASKED).operations == [id]
 
     assert holding(connection.engine, CANARY) == set()
     after = op.record(connection, id)

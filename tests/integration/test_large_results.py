@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import json
 import os
+import threading
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import boto3
 import pytest
+from billiard.exceptions import SoftTimeLimitExceeded
 from celery import Celery
 from moto.moto_server.threaded_moto_server import ThreadedMotoServer
 from sqlalchemy import Engine, text
 
-from idempotency import IdempotentTask, lookup
+from idempotency import Handle, IdempotentTask, OperationId, lookup
 from idempotency.application import close_runtime, runtime_of
+from idempotency.attempt.endings import Finished
+from idempotency.attempt.policy import Policy
+from idempotency.attempt.run import run as run_attempt
+from idempotency.attempt.runtime import Runtime
 from idempotency.checks.doctor import doctor
 from idempotency.checks.findings import Level
 from idempotency.errors import ChangeRefused, InvalidResult, ResultErased, ResultUnreadable, SettingsError
@@ -24,9 +33,13 @@ from idempotency.objects import PAGE, ObjectStore, object_store
 from idempotency.operate.change import Change
 from idempotency.operate.erase import erase
 from idempotency.settings import Settings
-from idempotency.testing.processes import Action, Delivery, Interruption
-from idempotency.upkeep import maintenance, objects
+from idempotency.store.answers import Completed
+from idempotency.testing.processes import Action, Interruption
+from idempotency.testing.processes import Delivery as DeliveryProcess
+from idempotency.upkeep import alerts, loops, maintenance, objects
+from idempotency.wire.delivery import Delivery
 from idempotency.wire.headers import KEY_HEADER, TENANT_HEADER
+from idempotency.wire.keys import fingerprint
 from idempotency.wire.message import Message
 from tests.integration.test_batch_neighbours import message, put, run, states
 from tests.support import operations as op
@@ -64,6 +77,20 @@ class Place:
             return sorted(str(path.relative_to(self._directory)) for path in self._directory.glob("*/*"))
         found = self._client.list_objects_v2(Bucket="results", Prefix="shop/")
         return [each["Key"].removeprefix("shop/") for each in found.get("Contents", ())]
+
+    @property
+    def everything(self) -> list[str]:
+        """Whatever is there or below."""
+        if self._directory is not None:
+            found = [path for path in self._directory.rglob("*") if path.is_file()]
+            return sorted(str(path.relative_to(self._directory)) for path in found)
+        return self.names
+
+    def add(self, name: str) -> None:
+        """Put what is not the library's."""
+        if self._directory is not None:
+            (self._directory / name).parent.mkdir(parents=True, exist_ok=True)
+        self.replace(name, b"another's")
 
     def replace(self, name: str, data: bytes) -> None:
         if self._directory is not None:
@@ -196,7 +223,7 @@ class Down:
     def put(self, name: str, data: bytes) -> None:
         raise ConnectionError("down")
 
-    def get(self, name: str) -> bytes:
+    def get(self, name: str, at_most: int) -> bytes:
         raise ConnectionError("down")
 
     def delete(self, names: Sequence[str]) -> None:
@@ -230,6 +257,50 @@ def test_while_the_place_does_not_answer_nothing_is_committed_and_no_attempt_use
     assert (record("e0").status, entries("e0"), len(directory.names)) == ("completed", 1, 1)
 
 
+def test_it_may_be_away_for_longer_than_anything_may_be_deferred(
+    bank: Celery, engine: Engine, deliveries: Deliveries, set_place: Any, record: Any
+) -> None:
+    bank.conf.idempotency_compress_results_above = None
+    task = make_task(bank, body, key="{account}", max_attempts=1)
+    set_place(Down())
+    for _ in range(3):
+        deliveries.deliver(task, "e0")
+        op.make_due(engine, "e0")
+        with engine.connect() as connection:
+            op.age(connection, op.operation(task, "e0"), opened_at=-2 * runtime_of(bank).settings.defer_budget)
+    assert (record("e0").status, record("e0").attempts) == ("released", 0)
+
+
+def test_a_place_that_has_failed_is_not_asked_by_the_others_of_a_batch(
+    bank: Celery, engine: Engine, set_place: Any
+) -> None:
+    """Each would hold the transaction, and what it has locked, for as long as the place takes to fail."""
+    asked: list[str] = []
+
+    class Counting(Down):
+        def put(self, name: str, data: bytes) -> None:
+            asked.append(name)
+            super().put(name, data)
+
+    bank.conf.idempotency_compress_results_above = None
+    task = make_task(bank, body, key="{account}", batch=20)
+    set_place(Counting())
+    run(bank, task, *(message(bank, task, account) for account in ("a0", *(f"e{n}" for n in range(8)))))
+    assert states(engine)["a0"] == "completed"
+    assert len(asked) == 1
+
+
+def test_a_time_limit_during_the_put_is_one(bank: Celery, deliveries: Deliveries, set_place: Any, record: Any) -> None:
+    class Limited(Down):
+        def put(self, name: str, data: bytes) -> None:
+            raise SoftTimeLimitExceeded
+
+    bank.conf.idempotency_compress_results_above = None
+    set_place(Limited())
+    deliveries.deliver(make_task(bank, body, key="{account}", max_attempts=1), "e0")
+    assert (record("e0").status, record("e0").error_code) == ("failed", "attempts_exhausted")
+
+
 def test_a_duplicate_that_cannot_read_it_changes_nothing(
     bank: Celery, engine: Engine, directory: Place, set_place: Any, entries: Any
 ) -> None:
@@ -255,6 +326,22 @@ def test_what_was_altered_or_is_gone_is_no_value(bank: Celery, kept: Place) -> N
         _ = lookup(bank, task.name, "e0").result
 
 
+def test_what_is_longer_than_it_has_to_be_is_not_read_to_its_end(
+    bank: Celery, directory: Place, tmp_path: Path
+) -> None:
+    make_task(bank, body, key="{account}").apply(("e0",))
+    (name,) = directory.names
+    os.truncate(tmp_path / "results" / name, 64 * 2**20)
+    reference = next(iter(stored(runtime_of(bank).engine).values()))
+    tracemalloc.start()
+    try:
+        with pytest.raises(ResultUnreadable, match="not what was stored"):
+            runtime_of(bank).read_result(reference)
+        assert tracemalloc.get_traced_memory()[1] < 2**20
+    finally:
+        tracemalloc.stop()
+
+
 @pytest.mark.parametrize("altered", ["object:", "object:../../etc/passwd:00:1", "object:ab/../cd:00:1"])
 def test_a_reference_that_was_altered_is_not_followed(bank: Celery, directory: Place, altered: str) -> None:
     with pytest.raises(ResultUnreadable, match="altered"):
@@ -277,7 +364,7 @@ def test_a_kill_between_the_object_and_the_commit_leaves_what_the_next_sweep_del
         bank, task.name, ("e0",), {}, task_id="1", headers={KEY_HEADER: "e0", TENANT_HEADER: "default"}
     )
     for life, interruption in enumerate([Interruption(Action.KILL, "result.put"), None]):
-        delivery = Delivery(bank, task, sent, interruption=interruption)
+        delivery = DeliveryProcess(bank, task, sent, interruption=interruption)
         try:
             assert delivery.wait(60)
             outcome = delivery.journal().outcome
@@ -312,6 +399,61 @@ def test_what_was_put_just_now_is_left_for_the_commit_to_come(bank: Celery, kept
     store.put("ab/" + "ab" * 16, b"1")
     assert objects.sweep(bank) == 0
     assert len(kept.names) == 1
+
+
+def test_the_sweep_leaves_what_is_not_the_librarys(bank: Celery, kept: Place, swept: Any) -> None:
+    """Backups in the same bucket, a file whose name is no text, and the place of another database below this one."""
+    store = place_of(bank)
+    name = "ab/" + "ab" * 16
+    strange = ["backups/2026-11-27.dump", "invoice-17.pdf", f"staging/{name}", "ab/" + "AB" * 16, f"{name}.old"]
+    store.put(name, b"1")
+    for each in strange:
+        kept.add(each)
+    assert swept() == 1
+    assert kept.everything == sorted(strange)
+
+
+def test_what_cannot_be_deleted_holds_up_nothing_else(
+    bank: Celery, set_place: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deleted: list[str] = []
+
+    class Locked(Down):
+        def older(self, seconds: float) -> Iterator[list[str]]:
+            yield from (["ab/" + "ab" * 16], ["cd/" + "cd" * 16])
+
+        def delete(self, names: Sequence[str]) -> None:
+            if names[0].startswith("ab"):
+                raise PermissionError("locked")
+            deleted.extend(names)
+
+    set_place(Locked())
+    with pytest.raises(PermissionError):
+        objects.sweep(bank)
+    assert deleted == ["cd/" + "cd" * 16]
+
+
+def test_the_sweep_is_in_no_alerts_way(bank: Celery, set_place: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, looked = threading.Event(), threading.Event()
+    stop = threading.Event()
+
+    class Slow(Down):
+        def older(self, seconds: float) -> Iterator[list[str]]:
+            begun.set()
+            assert stop.wait(60)
+            yield []
+
+    set_place(Slow())
+    monkeypatch.setattr(loops, "OBJECT_WATCH", 0.0)
+    monkeypatch.setattr(alerts, "run_once", lambda app: begun.is_set() and looked.set())
+    monkeypatch.setattr(loops, "ALERT_WATCH", 0.1)
+    relay = threading.Thread(target=loops.run_relay, args=(bank, stop), daemon=True)
+    relay.start()
+    try:
+        assert looked.wait(30)
+    finally:
+        stop.set()
+        relay.join(30)
 
 
 def test_the_sweep_looks_at_all_pages_and_at_what_a_dead_writer_left(bank: Celery, directory: Place) -> None:
@@ -358,6 +500,82 @@ def test_a_directory_that_is_not_mounted_is_not_made(
     assert not (tmp_path / "mount").exists()
     (finding,) = [each for each in doctor(bank) if each.subject == "large results"]
     assert (finding.level, finding.found) == (Level.REFUSAL, "does not answer: NotADirectoryError")
+
+
+def test_a_mount_point_is_no_place() -> None:
+    """It is there, and empty, while nothing is mounted: what is put then is hidden once it is."""
+    store = object_store("file:///dev/shm")
+    for ask in (lambda: store.put("ab/" + "ab" * 16, b"1"), lambda: store.get("ab/" + "ab" * 16, 1)):
+        with pytest.raises(NotADirectoryError, match="is a mount point; name a directory in it"):
+            ask()
+
+
+def test_a_full_disk_stays_no_fuller(directory: Place, bank: Celery, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        place_of(bank).put("ab/" + "ab" * 16, b"1")
+    assert directory.everything == []
+
+
+def test_what_an_erasure_does_not_find_is_told(bank: Celery, directory: Place, set_place: Any, tmp_path: Path) -> None:
+    """The place was changed: what is in the one before is not found, and so not deleted."""
+    task = make_task(bank, body, key="{account}")
+    task.apply(("e0",))
+    (tmp_path / "new").mkdir()
+    set_place(f"file://{tmp_path}/new")
+    erased = erase(bank, op.operation(task, "e0"), Change("ann", "request 17"))
+    assert (erased.operations, erased.not_found) == ([op.operation(task, "e0")], directory.names)
+
+
+def test_while_it_is_fetched_an_event_loop_goes_on(
+    bank: Celery, directory: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The place answers only once the loop has done something else."""
+    task = make_task(bank, body, key="{account}")
+    task.apply(("e0",))
+    went_on = threading.Event()
+    kind: Any = type(place_of(bank))
+    get = kind.get
+
+    def slow(self: Any, name: str, at_most: int) -> Any:
+        assert went_on.wait(30)
+        went_on.clear()
+        return get(self, name, at_most)
+
+    monkeypatch.setattr(kind, "get", slow)
+    handle: Any = Handle(bank, op.operation(task, "e0"))
+
+    async def both(asking: Any) -> Any:
+        async with asyncio.TaskGroup() as group:
+            asked = group.create_task(asking)
+            await asyncio.sleep(0.2)
+            went_on.set()
+        return asked.result()
+
+    async def of(handle: Any) -> Any:
+        return await handle
+
+    assert asyncio.run(both(of(handle))) == large()
+    assert asyncio.run(both(handle.alookup())).result == large()
+
+
+def test_without_celery_a_duplicate_gets_it_too(database: str, tmp_path: Path) -> None:
+    given = {"database_url": database, "large_results_at": f"file://{tmp_path}", "compress_results_above": None}
+    settings = Settings.read(given)
+    runtime = Runtime(settings)
+    delivery = Delivery(OperationId("default", "http.export", "r1"), fingerprint({}), {})
+    try:
+        first, again = (
+            run_attempt(runtime, delivery, Policy.by_settings(settings), lambda attempt: large()) for _ in range(2)
+        )
+        assert isinstance(first, Finished)
+        assert isinstance(again, Completed)
+        assert again.value() == first.result == large()
+    finally:
+        runtime.close()
 
 
 def test_the_files_are_for_their_user_alone(bank: Celery, directory: Place, tmp_path: Path) -> None:

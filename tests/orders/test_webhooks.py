@@ -226,6 +226,13 @@ def test_without_a_secret_there_is_no_webhook(shop: Shop, monkeypatch: pytest.Mo
     assert post("/webhooks/stripe", body, signed(body, "")).status_code == 404
 
 
+def test_the_seed_of_a_charges_lock_is_its_name() -> None:
+    """Processes of two releases, one of which has another, would not wait for each other."""
+    from tasks import settlement
+
+    assert f", {int.from_bytes(b'webh', 'big')})" in str(settlement._OF_CHARGE)
+
+
 def test_while_the_charge_is_locked_the_provider_is_told_to_try_again(
     shop: Shop, monkeypatch: pytest.MonkeyPatch
 ) -> None:

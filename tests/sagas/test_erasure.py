@@ -56,7 +56,7 @@ def test_a_saga_is_erased_with_its_calls_and_events(stage: Stage, welcoming: Any
     }
     with stage.engine.connect() as connection:
         steps = connection.execute(text("SELECT kind, name, state FROM idempotency.saga_steps ORDER BY position")).all()
-    erased = erase(stage.app, id, ANN)
+    erased = erase(stage.app, id, ANN).operations
     assert [each.task for each in erased] == ["welcoming", "make"]
     assert holding(stage.engine, CANARY) == set()
     with stage.engine.connect() as connection:
