@@ -15,8 +15,8 @@ from idempotency.operate.saga import cancel_saga, mark_undone
 from idempotency.sagas import saga
 from idempotency.wire import encoding
 from idempotency.wire.keys import OperationId
-from tests.integration.test_large_results import LIMIT, Down, large, sweep_all
 from tests.sagas.conftest import Stage
+from tests.support.large_results import LIMIT, Down, large, sweep_all
 from tests.support.operators import ANN
 from tests.support.tasks import make_task
 
