@@ -295,6 +295,12 @@ def test_a_lane_of_a_relay_that_died_goes_on_when_its_reservation_is_over(
 
 
 @pytest.fixture
+def untold(bank: Celery, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The task has no `on_failed`: what has not begun may be discarded, since nobody has to be told."""
+    monkeypatch.setattr(bank.tasks[b.deposit.name], "on_failed", None)
+
+
+@pytest.fixture
 def blocked(relays: Callable[..., Relay], connection: Connection) -> tuple[Relay, int]:
     """A key whose first row has failed, with two rows behind it; the relay and the dead letter."""
     relay = relays()
@@ -308,6 +314,7 @@ def blocked(relays: Callable[..., Relay], connection: Connection) -> tuple[Relay
     return relay, letter
 
 
+@pytest.mark.usefixtures("untold")
 def test_a_discarded_row_holds_back_its_key_no_longer(
     bank: Celery, blocked: tuple[Relay, int], connection: Connection
 ) -> None:
@@ -353,6 +360,7 @@ def test_a_replayed_row_delivers_the_generation_that_was_opened(
     assert [message.headers[GENERATION_HEADER] for message in drained(bank)] == [2, 1, 1]
 
 
+@pytest.mark.usefixtures("untold")
 def test_the_purge_leaves_what_holds_back_a_key(
     bank: Celery, blocked: tuple[Relay, int], connection: Connection
 ) -> None:
@@ -401,6 +409,7 @@ def test_a_replay_that_fails_again_blocks_its_key_again(
     assert lanes(connection) == {"a": True}
 
 
+@pytest.mark.usefixtures("untold")
 def test_a_discard_and_a_relay_at_once_leave_the_key_open(
     bank: Celery, relays: Callable[..., Relay], connection: Connection
 ) -> None:

@@ -68,6 +68,10 @@ class People(Claims):
                 record = self.records[shown.id] = Record("released", owed[0].fingerprint, attempts=0)
             record.end("failed", code="cancelled")
             record.fence = None
+            for letter in self.letters.values():  # what its message has died of is over
+                is_over = shown.status == "accepted" or letter.reason == "unpublishable"
+                if letter.id == shown.id and letter.status == "open" and is_over:
+                    letter.status = "replayed"
             self.failures[shown.id.key] += 1
             self._store(Letter(shown.id, record.fingerprint, "cancelled", "operation", record.generation), ends=True)
 
@@ -178,7 +182,8 @@ class People(Claims):
 
     def _discard(self, number: int, person: str) -> None:
         letter = self.letters[number]
-        may = letter.status == "open" and letter.asked_by not in (None, person) and not self._is_the_last_way_on(letter)
+        is_needed = self._is_the_last_way_on(letter) or self._is_the_last_way_to_begin(letter)
+        may = letter.status == "open" and letter.asked_by not in (None, person) and not is_needed
         with refused(not may, DiscardRefused), self.transaction() as connection:
             discard.approve(connection, Person(person, "admin"), number, app=self.app)
         if not may:
@@ -202,6 +207,15 @@ class People(Claims):
         request = (letter.id, record.fingerprint)
         waiting = [row for row in self.rows.values() if not row.settled and row.status != "failed"]
         return record.status == "started" or request not in [(row.id, row.fingerprint) for row in waiting]
+
+    def _is_the_last_way_to_begin(self, letter: Letter) -> bool:
+        """Whether its operation, whose task has an `on_failed`, has not begun and has no other row that will deliver it."""
+        row = None if letter.row is None else self.rows.get(letter.row)
+        if letter.id is None or letter.id in self.records or row is None or row.id != letter.id:
+            return False
+        others = [each for each in self.rows.values() if each is not row and each.id == letter.id]
+        is_unsettled = not row.settled or row.status == "failed"
+        return is_unsettled and all(each.settled or each.status == "failed" for each in others)
 
     def _is_open(self, letter: Letter) -> bool:
         """Whether its request has an effect of unknown outcome."""

@@ -106,7 +106,18 @@ def test_of_two_requests_of_which_one_was_discarded_the_other_is_cancelled(machi
         lambda: machine.enqueue(ACME, 2, later=False, sent=True),
         lambda: machine.look(ACME),
         lambda: machine.give_up(ACME, 1, 0, unknown=True),
+        lambda: machine.enqueue(ACME, 1, later=False, sent=False),
         lambda: machine.discard(0, asks=True, approves="bo"),
+        lambda: machine.change(0, "cancel"),
+    )
+
+
+def test_a_cancelled_operation_leaves_no_letter_of_its_message(machine: Machine) -> None:
+    run(
+        machine,
+        lambda: machine.enqueue(ACME, 2, later=False, sent=True),
+        lambda: machine.look(ACME),
+        lambda: machine.give_up(ACME, 1, 0, unknown=True),
         lambda: machine.enqueue(ACME, 1, later=False, sent=False),
         lambda: machine.change(0, "cancel"),
     )
