@@ -31,7 +31,8 @@ def purge() -> int:
 # A list of many charges takes longer than a payment.
 @app.task(name="maintenance.reconcile_provider", soft_time_limit=3 * 3600, time_limit=3 * 3600 + 60)
 def reconcile_provider() -> int:
-    """Compare the last month of the provider with the ledger, and ask about what is pending; returns how many objects differ.
+    """Compare the last month of the provider with the ledger, after asking about pending refunds and handing over disputes that
+    were kept for another tenant. Returns how many objects differ.
 
     Raises `RuntimeError` at its end if questions had no answer: what they were about is compared the next day.
     """

@@ -1,7 +1,7 @@
 """Reconciling: what the provider says it has moved, against our ledger; each difference is a dead letter that names both sides.
 
-Each difference has an operation that asks both sides again: a letter that is replayed after it was
-mended completes. `python -m tasks.reconciliation --days 7` shows the differences, and exits with 1 if there are any, or
+Each difference has an operation that asks both sides again: mend it, and replay the
+letter: the operation completes. `python -m tasks.reconciliation --days 7` shows the differences, and exits with 1 if there are any, or
 with 2 if the provider has not answered everything.
 """
 
@@ -40,7 +40,7 @@ from .tenants import DEFAULT
 Kind = Literal["charge", "refund"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
-# Why the operation of a difference fails.
+# The error code of the operation that tells a difference.
 DIFFERS = "ledger_differs"
 # What is younger may still be on its way to our ledger: the longest that an operation takes which is not in doubt.
 SETTLED_AFTER = timedelta(hours=1)
@@ -102,9 +102,9 @@ class Difference:
     name: str | None
     provider: str | None
     ledger: str | None
-    # whether the name at the provider is one of ours: who asks again may see only one tenant
+    # Whether the name at the provider is one of ours. Stored, because the task that asks again sees one tenant only.
     is_known: bool = True
-    # that it is or is of, if that is not in our books
+    # The charge, or the charge of this refund, if our books do not have it.
     foreign_charge: str | None = None
 
     def __str__(self) -> str:
@@ -221,7 +221,7 @@ def check_difference(
 ) -> dict[str, Any]:
     """Ask both sides about one object again. Fails, and so leaves a dead letter, for as long as they differ.
 
-    `name`: of letters of before, and of no use.
+    `name`: ignored; letters that earlier code has left still carry it.
     """
     moved = _look_up(kind, id)  # before the transaction begins
     found = _compare(self.session, kind, id, moved, is_known=is_known)

@@ -55,7 +55,7 @@ MADE = ("refunded", "reversed")
 # Of a refund whose money has moved, will move or may have moved: `payments.refunded` is the sum of their amounts.
 COUNTED = ("reserved", "unknown", "refunded")
 # Of a refund that may have been made, and of which it is not known yet.
-UNDECIDED = ("pending", "reserved", "unknown")
+MAY_BE_MADE = ("pending", "reserved", "unknown")
 # Seconds. A pending payment usually ends within seconds; asking more often would only load the queues.
 PENDING_PAUSE = 2.0
 
@@ -182,7 +182,7 @@ def fail(session: Session, refund: Refund, payment: Payment, code: str, *, at: d
     """
     if refund.status == "refunded":
         reverse(session, refund, code, at=at)
-    elif refund.is_at_site and refund.status in UNDECIDED:
+    elif refund.is_at_site and refund.status in MAY_BE_MADE:
         refuse(session, refund, payment, code)
         tell_if_owed(session, refund, payment, code)
 
@@ -281,9 +281,8 @@ def reserve(session: Session, refund_id: str, *, tenant: str = DEFAULT) -> dict[
         raise PermanentError(f"refund {refund_id}: unknown", "refund_unknown")
     if payment is None:
         raise PermanentError("the payment does not exist", "payment_unknown")
-    if (
-        refund.status in MADE
-    ):  # the provider has told it at this moment, or a person has found it: there is nothing to reserve
+    # the provider has told it at this moment, or a person has found it: there is nothing to reserve
+    if refund.status in MADE:
         return _request(refund, payment, tenant)
     if payment.status in (INITIATED, "pending", "unknown"):
         # it may still be charged, or turn out to be

@@ -32,7 +32,7 @@ from .models import Dispute, Order, Payment, PaymentEvent, Refund
 from .once import insert_unless_there
 from .outside import gateway
 from .payments import CAPTURE, capture_payment, mark_captured, mark_failed
-from .refunds import MADE, UNDECIDED, at_site, fail, fits, mark_refunded, move, refund_payment
+from .refunds import MADE, MAY_BE_MADE, at_site, fail, fits, mark_refunded, move, refund_payment
 from .reported import SETTLE_WAITING, failure_of
 from .reports import DISPUTE_ENDED, FAILED, REFUND_FAILED, STRIPE, SUCCEEDED, Report
 
@@ -169,7 +169,7 @@ def settle_waiting(self: IdempotentTask, gateway: str, charge_id: str) -> int:
 def ask_about_refund(self: IdempotentTask, refund_id: str) -> str:
     """Ask Stripe about a refund that was made at its site and is not decided: no task carries it out, and a webhook may be lost."""
     refund = self.session.get(Refund, (self.tenant, refund_id))
-    if refund is None or not refund.is_at_site or refund.status not in UNDECIDED:
+    if refund is None or not refund.is_at_site or refund.status not in MAY_BE_MADE:
         return "decided"
     payment = self.session.get_one(Payment, (self.tenant, refund.payment_id))
     about: dict[str, Any] = {"charge_id": payment.charge_id, "currency": payment.currency.upper()}
@@ -290,7 +290,7 @@ def _refund_of(session: Session, payment: Payment, report: Report) -> Refund | N
     # may also be the attempt of one of ours that was refused.
     ours = of_payment.filter_by(amount=report.amount, provider_refund_id=None, is_at_site=False)
     if report.state == SUCCEEDED:
-        ours = ours.where(Refund.status.in_(UNDECIDED))
+        ours = ours.where(Refund.status.in_(MAY_BE_MADE))
     if session.scalars(ours).first() is not None:
         return None
     about = {"payment_id": payment.id, "amount": report.amount, "reason": AT_THE_SITE, "is_at_site": True}

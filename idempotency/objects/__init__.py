@@ -1,4 +1,4 @@
-"""Where results are kept that are too long for Postgres: files of a directory, a bucket of S3, or a place of your own.
+"""Where results are kept that are longer than `result_limit`: files of a directory, a bucket of S3, or a place of your own.
 
 An object is put before the commit that refers to it, under a name that is never used again. What no record refers to, because
 that commit did not come or the record has gone, is deleted by a sweep (`upkeep/objects.py`).
@@ -19,7 +19,10 @@ PAGE = 1000
 
 @runtime_checkable
 class ObjectStore(Protocol):
-    """A place for large results. What its methods raise is taken for a place that does not answer, and is tried again.
+    """A place for large results.
+
+    An error of `put` postpones the commit, and the attempt is made again. One of `get` reaches whoever asks for the result, but for
+    `KeyError`, which becomes `ResultUnreadable`. The sweep tries again later whatever else fails.
 
     Methods may be called from several threads at once.
     """

@@ -20,8 +20,9 @@ from .people import Person
 def request(connection: Connection, person: Person, letter: int, reason: str, *, request_id: str | None = None) -> None:
     """Ask for a dead letter to be discarded; it stays open until another person approves.
 
-    Repeated under the same `request_id`, it is asked for once. One transaction, which the caller commits. Raises `OperationNotFound`, `ChangeRefused` for the reason, and
-    `DiscardRefused`, also while an effect of the operation has an unknown outcome.
+    Repeated under the same `request_id`, it is asked for once. One transaction, which the caller commits. Raises
+    `OperationNotFound`, `ChangeRefused` for the reason, and `DiscardRefused`, also while an effect of the operation has an
+    unknown outcome.
     """
     change = Change(person.name, reason, request_id, check_person=person.check)
     said = {"dead_letter": letter}
@@ -84,9 +85,8 @@ def approve(connection: Connection, person: Person, letter: int, *, app: Celery)
 
 def _locked(connection: Connection, letter: int) -> Row[Any]:
     """An open letter, locked after its record. Raises `OperationNotFound` and `DiscardRefused`."""
-    _check_not_stopped(
-        connection, letter
-    )  # before the lock: a saga that goes on closes its letter after it has its record
+    # before the lock: a saga that goes on closes its letter only after it has locked its record
+    _check_not_stopped(connection, letter)
     row = discards.lock(connection, letter)
     if row is None:
         raise DiscardRefused(f"dead letter {letter}: already {dead_letters.show(connection, letter).status}")

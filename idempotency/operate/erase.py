@@ -22,7 +22,8 @@ from .money import check_verified
 class Erased(NamedTuple):
     """`operations`: whose data is erased, the one that was asked for first. `not_found`: large results that are not in their place.
 
-    If that place was changed since, they are still in the one before.
+    If that place was changed since, they are still in the one before. None is told again for a change that is repeated
+    under its `request_id`.
     """
 
     operations: list[OperationId]
@@ -33,8 +34,9 @@ def erase(app: Celery, id: OperationId, change: Change) -> Erased:
     """Erase the arguments, results, errors, messages, answers and events of an operation, and of all that it has called as a saga.
 
     Its key stays spent: a duplicate is answered as one, without a result, other arguments are refused, and nothing runs it again.
-    What has come since, as a late copy of its message, is erased by another call. Raises `OperationNotFound`, `NotAuthenticated`, and `ChangeRefused` for what has not ended, and while a letter, an effect, a message or
-    a saga still needs its data.
+    What has come since, as a late copy of its message, is erased by another call. Raises `OperationNotFound`,
+    `NotAuthenticated`, and `ChangeRefused` for what has not ended, and while a letter, an effect, a message or a saga still
+    needs its data.
     """
     app.loader.import_default_modules()  # its sagas
     runtime = runtime_of(app)

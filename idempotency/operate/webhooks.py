@@ -113,7 +113,8 @@ def rotate_secret(
 def redeliver(app: Celery, change: Change, id: str) -> int:
     """Deliver again, under the same id, what was delivered or given up; what waits for its next attempt, now.
 
-    Returns how often what had ended was delivered again. An attempt that is made now is one of the ten. Raises
+    Returns the number of the redelivery, which stays if the delivery still waited. An attempt that is made now is one of
+    `ATTEMPTS`. Raises
     `OperationNotFound`, and `ChangeRefused` for one that was erased, that only the replay of a dead letter would deliver, or
     whose endpoint is not enabled.
     """

@@ -64,7 +64,7 @@ def run_all(attempt: SagaAttempt, calls: Sequence[Call]) -> list[Any]:
     try:
         ended = [result_of(attempt.runtime, row) for row in found]
     except CannotRead as error:
-        stopping.stop(attempt, sagas.MISMATCH, str(error), tries_again=True)
+        stopping.stop(attempt, sagas.UNREADABLE, str(error), tries_again=True)
     for row, result in zip(found, ended, strict=True):
         if is_replacement(result):
             raise CallFailed(

@@ -136,7 +136,7 @@ def _begin_undo(attempt: SagaAttempt, tasks: Any, row: Recorded) -> NoReturn:
     try:
         given = undo.arguments(task, row)
     except CannotRead as error:
-        stop(attempt, sagas.NOT_UNDONE, str(error), tries_again=True)
+        stop(attempt, sagas.UNREADABLE, str(error), tries_again=True)
     begin(attempt, [new], [Call(task, *given)])
 
 

@@ -31,7 +31,7 @@ def result_of(runtime: Runtime, row: Recorded) -> Any:
     except (ResultErased, SoftTimeLimitExceeded):
         raise
     except Exception as error:
-        # the text of a library's error may have an address in it
+        # our own errors show no address; another library's text may
         why = describe(error) if isinstance(error, IdempotencyError) else type(error).__name__
         raise CannotRead(f"the result of {row.name!r} cannot be read here: {why}") from error
 

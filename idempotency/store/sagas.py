@@ -21,7 +21,7 @@ from .statements import execute
 # For a wait without a time-out. Not infinity, which Python's clock does not have.
 LONGEST_WAIT = "10 years"
 # Why a saga stops: its code does not fit what it has recorded, or it cannot be undone.
-MISMATCH, NOT_UNDONE = "saga_mismatch", "compensation_failed"
+MISMATCH, NOT_UNDONE, UNREADABLE = "saga_mismatch", "compensation_failed", "result_unreadable"
 # What a saga ends with that was undone for a doubt which is none any more.
 RESOLVED = "resolved"
 NOT_REACHED = "its processes died in every attempt before its code had come to all that is recorded"

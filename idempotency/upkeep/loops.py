@@ -38,7 +38,8 @@ def run_relay(celery: Celery, stop: threading.Event) -> None:
     """Run the relay's loops until `stop` is set: publishing, dead letters, upkeep, large results.
 
     Each has its own thread, so that a slow alert receiver, a waiting `on_failed` or a long purge delays neither messages
-    nor each other. If one of them hangs, the relay gives no more signs of life, which other relays notice.
+    nor each other. If one of the first three hangs, the relay gives no more signs of life, which other relays notice. The
+    sweep of large results is not watched: it may take hours.
     """
     sweep = runtime_of(celery).settings.sweep
     running, life = Relay(celery), SignOfLife(celery, "relay")

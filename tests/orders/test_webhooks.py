@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import contextlib
 import json
 import math
 import os
+import re
 import time
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -121,7 +121,8 @@ def test_what_is_not_signed_is_refused_before_anything_is_read(
 ) -> None:
     from api import webhooks
 
-    monkeypatch.setattr(webhooks, "_settled", lambda report: pytest.fail("it was read"))
+    for reading in ("of_stripe", "of_standard", "_settled"):
+        monkeypatch.setattr(webhooks, reading, lambda *_: pytest.fail("it was read"))
     before = events(shop)
     body = event("pi_1", "order-1")
     answer = post("/webhooks/stripe", body, headers(body))
@@ -177,7 +178,13 @@ def test_another_provider_reports_under_its_own_address(shop: Shop) -> None:
         "another id",
     ],
 )
-def test_what_another_provider_has_not_signed_is_refused(shop: Shop, headers: Any) -> None:
+def test_what_another_provider_has_not_signed_is_refused(
+    shop: Shop, headers: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from api import webhooks
+
+    for reading in ("of_stripe", "of_standard", "_settled"):
+        monkeypatch.setattr(webhooks, reading, lambda *_: pytest.fail("it was read"))
     body, before = reported("ch_1", "order-1"), events(shop)
     answer = post("/webhooks/payment", body, headers(body))
     assert (answer.status_code, events(shop)) == (401, before)
@@ -339,9 +346,13 @@ def test_whatever_a_signed_body_says_is_read_or_refused_by_its_field(document: A
 
     body = json.dumps(document).encode()
     for read in (of_stripe, partial(of_standard, "msg_1")):
-        with contextlib.suppress(Malformed):
+        report, refusal = None, "none: "
+        try:
             report = read(body)
-            assert report is None or (0 <= report.amount < 2**63 and len(report.currency) == 3)
+        except Malformed as error:
+            refusal = str(error)
+        assert re.match(r"[a-z_.0-9-]+: ", refusal)
+        assert report is None or (0 <= report.amount < 2**63 and len(report.currency) == 3)
 
 
 def test_tables_of_events_belong_to_a_tenant(shop: Shop) -> None:

@@ -162,7 +162,6 @@ def test_the_commands_add_list_show_rotate_disable_and_enable(
 
 
 def test_an_endpoint_that_is_not_there_yet_is_added_and_enabled_later(run: Run, receiver: Receiver) -> None:
-    receiver.answer = answering(200)
     receiver.answer = lambda request: (503, {}, b"")
     added = run("webhooks", "add", "acme", receiver.url, "--event", "*")
     assert (added.status, added.out.startswith("whsec_"), "status 503" in added.error) == (1, True, True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import tracemalloc
 from collections.abc import Callable, Iterator
@@ -112,7 +111,7 @@ def test_waiting_for_another_attempt_uses_up_no_delivery(
             connection.execute(text(statement), {"id": endpoint.id})
     shop.conf.update(idempotency_defer_budget=1.0)  # as after 12 hours
     close_runtime(shop)
-    with contextlib.suppress(AssertionError):  # it waits for ever, or should
+    with pytest.raises(AssertionError, match="130 deliveries"):  # it waits for ever
         outbox.run(may_fail=True, limit=130)
     query = "SELECT count(*) FROM idempotency.webhook_attempts WHERE delivery_id <> 'msg_other'"
     with engine.connect() as connection:
@@ -121,7 +120,7 @@ def test_waiting_for_another_attempt_uses_up_no_delivery(
 
 
 @pytest.mark.long
-def test_names_that_hang_hold_up_no_other_endpoint(
+def test_names_that_hang_hold_up_no_endpoint_given_by_address(
     receiver: Receiver,
     sender: Sender,
     monkeypatch: pytest.MonkeyPatch,
@@ -138,10 +137,10 @@ def test_names_that_hang_hold_up_no_other_endpoint(
         hangs.set()
 
 
-def test_an_answer_to_a_challenge_that_nests_is_refused() -> None:
+def test_an_answer_to_a_challenge_that_nests_is_taken_as_plain_text() -> None:
     from idempotency.webhooks.challenge import _answered
 
-    assert _answered(b"[" * 4000) != b"the challenge"
+    assert _answered(b"[" * 4000) == b"[" * 4000
 
 
 def test_an_endpoint_that_is_slow_and_accepts_has_not_all_workers(
@@ -164,4 +163,4 @@ def test_an_endpoint_that_is_slow_and_accepts_has_not_all_workers(
         with transactional(engine).begin() as connection:
             begun = stored.begin_attempt(connection, delivery.id, 0, most=10, longest=20.0)
         under_way += isinstance(begun, stored.Begun)
-    assert under_way < 32
+    assert under_way == stored.AT_ONCE
