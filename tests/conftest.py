@@ -7,6 +7,7 @@ import os
 import shutil
 import tempfile
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -74,7 +75,14 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
         print(f"\nfailed: {report.nodeid} ({report.when})", flush=True)  # noqa: T201
 
 
+@pytest.hookimpl(tryfirst=True)  # before those that are long are left out
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    seen: Counter[str] = Counter()
+    for item in items:
+        if (few := item.get_closest_marker("few")) is not None:
+            seen[test := item.nodeid.partition("[")[0]] += 1
+            if seen[test] > few.args[0]:
+                item.add_marker("long")
     items.sort(key=lambda item: [not item.nodeid.startswith(file) for file in FIRST])  # stable
     if "POOLER" in os.environ:
         for item in items:

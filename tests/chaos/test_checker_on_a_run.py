@@ -51,6 +51,7 @@ def relayed(ready: Any) -> Iterator[Any]:
     thread.join(10)
 
 
+@pytest.mark.long
 def test_a_run_with_kills_failures_duplicates_and_a_replay_is_clean(relayed: Any, outside: OutsideWorld) -> None:
     ready, accepted = relayed, []
     workers = [ready.worker().wait_until_ready() for _ in range(2)]

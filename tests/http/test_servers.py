@@ -82,6 +82,7 @@ def test_of_fifty_requests_at_once_behind_two_processes_one_runs(
     assert (record.status, record.attempts) == ("completed", 1)
 
 
+@pytest.mark.long
 def test_fifty_requests_get_one_answer_though_their_server_is_killed_and_started_again(
     edge: Edge, environment: dict[str, str], provider: OutsideWorld, tmp_path: Path
 ) -> None:

@@ -117,7 +117,7 @@ def test_a_key_twice_in_a_batch_runs_once(
 @pytest.mark.parametrize(
     ("how", "status", "rows", "attempts"),
     [
-        ("once", "completed", 1, 2),
+        pytest.param("once", "completed", 1, 2, marks=pytest.mark.long),
         pytest.param("permanent", "failed", 0, 1, marks=pytest.mark.long),
         ("effect", "completed", 1, 1),
         pytest.param("step", "completed", 1, 1, marks=pytest.mark.long),
@@ -126,7 +126,7 @@ def test_a_key_twice_in_a_batch_runs_once(
         pytest.param("swallowed", "failed", 0, None, marks=pytest.mark.long),
         pytest.param("sets", "completed", 1, 1, marks=pytest.mark.long),
         pytest.param("not json", "failed", 0, None, marks=pytest.mark.long),
-        ("later", "failed", 0, None),
+        pytest.param("later", "failed", 0, None, marks=pytest.mark.long),
         pytest.param("kill", "failed", 0, None, marks=pytest.mark.long),
         pytest.param("retry", "failed", 0, None, marks=pytest.mark.long),
     ],

@@ -529,6 +529,7 @@ def test_a_relay_asked_to_stop_while_it_waits_for_postgres_ends(
     assert running.wait(30) == 0, log.read_text()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("process", ["relay", "worker", "beat"])
 def test_a_process_with_a_wrong_address_does_not_wait(
     process: str, bank: Celery, environment: dict[str, str], tmp_path: Path, rabbitmq: None

@@ -154,6 +154,7 @@ def hello(self, name):
 """
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("hook", ["0", "1"], ids=["without the hook", "with the hook"])
 def test_a_worker_with_such_a_base_class_refuses_an_unsafe_set_up(
     processes: Processes, tmp_path: Path, hook: str

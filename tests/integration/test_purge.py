@@ -433,6 +433,7 @@ def test_the_purge_deletes_the_right_rows_among_many_that_stay(many: Celery, con
     assert len(op.dead_letters(connection)) == letters - GO
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", SWEEPS)
 @pytest.mark.parametrize("planned_while", ["empty", "full"])
 def test_a_purge_finds_its_rows_by_index_in_order(

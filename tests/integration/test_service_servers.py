@@ -258,6 +258,7 @@ def test_without_rabbitmq_a_second_redis_is_the_broker(
     assert "using a second Redis as the broker" in capsys.readouterr().err
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("paused", [False, True])
 def test_the_servers_end_when_their_owner_is_killed(paused: bool) -> None:
     program = (

@@ -111,6 +111,7 @@ def test_orders_of_a_scarce_article_share_it_whatever_happens_at_once(shop: Shop
             raise
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("first", "second"),
     [

@@ -182,6 +182,7 @@ def test_as_orders_every_purchase_ends_as_its_line_says(tmp_path: Path) -> None:
     assert "each purchase was checked out 3 times at once" in output
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("options", "message"),
     [

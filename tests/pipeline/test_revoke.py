@@ -122,6 +122,7 @@ def test_a_terminated_task_that_could_not_be_marked_is_not_acknowledged(
     assert entries("a") == 0
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("pool", ["threads", "solo"])
 def test_a_task_is_revoked_in_pools_without_processes_too(
     bank: Celery, processes: Processes, pool: str, entries: Any, record: Any, letters: Any

@@ -47,6 +47,7 @@ def completed(record: Record) -> Callable[..., Any]:
 # ---------------------------------------------------------------- time limits
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("point", ["body.entered", "finish.written"])
 def test_a_soft_limit_in_an_attempt_is_another_attempt(
     point: str,
@@ -120,6 +121,7 @@ def test_a_body_that_is_stopped_for_longer_than_max_run_uses_attempts(
 # ---------------------------------------------------------------- shutdowns
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("point", ["body.entered", "finish.written"])
 def test_a_warm_shutdown_finishes_what_it_has_begun(
     point: str, bank: Celery, processes: Processes, relay: Relay, directory: Path, record: Record, entries: Entries

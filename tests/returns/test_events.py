@@ -99,6 +99,7 @@ def test_the_last_moment_of_a_wait_belongs_to_its_event(shop: Returns) -> None:
     check_return(shop, return_id, "approved")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("days", "event"), [(5, PICKED_UP), (14, INSPECTED)])
 def test_time_out_and_event_at_the_same_moment_end_one_way(shop: Returns, days: int, event: str) -> None:
     return_id = shop.labelled()
@@ -126,6 +127,7 @@ def test_an_event_about_nothing_that_is_known_changes_nothing(shop: Returns) -> 
     assert shop.all("SELECT * FROM return_cases WHERE return_id = 'no such return'") == []
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("held_back", ["nothing", "returns.note"])
 def test_a_parcel_that_is_collected_while_it_is_cancelled_is_left_to_a_person(shop: Returns, held_back: str) -> None:
     """Its saga is cancelled before it has seen the pick-up, which returns has noted already, or has not."""
@@ -167,6 +169,7 @@ def test_a_verdict_that_nobody_knows_is_left_to_a_person(shop: Returns) -> None:
     check_labels(shop, return_id)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("held_back", ["returns.note", "returns.process_return"])
 def test_a_verdict_other_than_what_a_person_said_is_left_to_a_person(shop: Returns, held_back: str) -> None:
     """The return goes on with what it was told first; the warehouse's word comes later, or is there and not used."""

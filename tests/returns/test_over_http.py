@@ -19,6 +19,7 @@ def api(servers: Any, template: str, tmp_path_factory: pytest.TempPathFactory) -
         yield api
 
 
+@pytest.mark.long
 def test_a_return_is_accepted_once_and_its_operation_is_its_saga(api: Api) -> None:
     """In one key space: the row's id, the saga's key and the Idempotency-Key."""
     from tasks.returns import process_return, submit_return

@@ -115,6 +115,7 @@ def test_a_return_whose_refund_was_refused_beside_those_at_the_site_is_left_to_a
     assert (row.status, row.problem, shop.cases(return_id)) == ("ESCALATED", "refund_failed", {"refund_failed"})
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("keeps", [True, False])
 def test_a_refund_by_hand_that_is_under_way_is_waited_for(shop: Returns, keeps: bool) -> None:
     """It may come to nothing, and then the return gives all of it back; or tries to."""

@@ -91,6 +91,7 @@ def test_the_list_says_what_each_saga_waits_for_and_why_it_has_stopped(
         assert said in people.out
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("options", "keys"),
     [

@@ -398,6 +398,7 @@ def test_what_a_former_holder_commits_changes_nothing(stage: Stage, arena: Ring,
         assert not (wrong := wrong_with(arena, race, played)), f"{wrong}\n{played}"
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("stretch", STRETCHES, ids=lambda stretch: stretch.name)
 def test_without_its_fence_a_former_holder_does_harm(stage: Stage, arena: Ring, stretch: Stretch) -> None:
     arena.watch()
@@ -456,6 +457,7 @@ RACES: tuple[tuple[Any, Sequence[tuple[Any, str, str]]], ...] = (
 )
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("race", dict.fromkeys(race for race, _ in RACES), ids=lambda race: race.__name__)
 def test_in_every_order_one_wins_and_nothing_is_lost(stage: Stage, arena: Ring, race: Any) -> None:
     made, ends = race(stage, arena), set()
@@ -465,6 +467,7 @@ def test_in_every_order_one_wins_and_nothing_is_lost(stage: Stage, arena: Ring, 
     assert ends == made.ends
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("race", "edits"), [(race, edits) for race, edits in RACES if edits])
 def test_without_what_decides_a_race_some_order_is_wrong(stage: Stage, arena: Ring, race: Any, edits: Any) -> None:
     made, removal = race(stage, arena), Removal()

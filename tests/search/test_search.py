@@ -238,6 +238,7 @@ def test_a_log_holds_all_that_was_counted(world: World) -> None:
     assert tally.kills > 0
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("finding", FINDINGS, ids=lambda finding: finding.name)
 def test_what_is_wrong_without_its_safeguard_is_found(world: World, finding: Finding) -> None:
     case = parse_case(finding.case)

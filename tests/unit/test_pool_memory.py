@@ -44,7 +44,8 @@ print(most)
 
 
 # without it, only to show that the other can tell
-@pytest.mark.parametrize("collect", [True, pytest.param(False, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("collect", [True, False])
 def test_failed_attempts_leave_no_pile_of_tracebacks(collect: bool) -> None:
     command = [sys.executable, "-c", FAIL, str(collect), str(ATTEMPTS)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=True)

@@ -199,6 +199,7 @@ def run(*command: str | Path, directory: Path | None = None, **environment: str)
     return done.returncode, done.stdout + done.stderr
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("module", "options"),
     cases(

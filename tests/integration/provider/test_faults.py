@@ -212,6 +212,7 @@ def test_a_crash_keeps_the_ledger_the_answers_and_the_faults_already_spent(tmp_p
         assert requests.get(url + "/_sandbox/requests", timeout=30).json()["keys"] == {purchase: 3}
 
 
+@pytest.mark.long
 def test_killed_under_load_charges_and_answers_still_match(
     tmp_path: Path,
 ) -> None:

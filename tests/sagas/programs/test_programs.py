@@ -65,6 +65,7 @@ def test_each_fault_strikes_and_a_program_survives_it(world: Any, action: str) -
     assert list(found.cancelled) == (["d"] if action == "cancel" else [])
 
 
+@pytest.mark.long
 def test_a_program_is_killed_at_its_crash_points(world: Any) -> None:
     struck = set()
     for point in faults.POINTS:
