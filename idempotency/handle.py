@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Generator, Iterator
-from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any, Generic, cast
 
@@ -64,19 +63,10 @@ class StoredOperation(Generic[R_co]):
     def result(self) -> R_co | None:
         """The stored result; None also when there is none, so look at `status` first.
 
-        A large one is fetched each time, or was by `alookup`. Raises `ResultErased`, `ResultUnreadable`, and what the place of large
-        results raises.
+        A large one is fetched each time; on an event loop, `await handle` does that in a thread. Raises `ResultErased`,
+        `ResultUnreadable`, and what the place of large results raises.
         """
         return None if self.result_text is None else cast(R_co, self._decode(self.result_text))
-
-    def _fetched(self) -> StoredOperation[R_co]:
-        """The same, with what reading its result returns or raises known by now."""
-        known: Future[Any] = Future()
-        try:
-            known.set_result(self.result)
-        except Exception as error:
-            known.set_exception(error)
-        return replace(self, _decode=lambda _: known.result())
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,13 +161,9 @@ class Handle(Generic[R_co]):
 
     async def _in_thread(self, read: Callable[[], StoredOperation[R_co] | None]) -> StoredOperation[R_co] | None:
         if (reader := framework().reader()) is not None:
-            stored = cast("StoredOperation[R_co] | None", await reader(read))
-        else:
-            readers = runtime_of(self.app).readers
-            stored = await asyncio.get_running_loop().run_in_executor(readers, read)
-        if stored is not None and references.is_reference(stored.result_text or ""):
-            return await asyncio.to_thread(stored._fetched)  # not by the few that read records: it may take long
-        return stored
+            return cast("StoredOperation[R_co] | None", await reader(read))
+        readers = runtime_of(self.app).readers
+        return await asyncio.get_running_loop().run_in_executor(readers, read)
 
     def __await__(self) -> Generator[Any, None, R_co]:
         """`await handle` gives the result, once the operation has ended. Raises `OperationFailed` with the stored error.
@@ -188,14 +174,18 @@ class Handle(Generic[R_co]):
         return self._aresult().__await__()
 
     async def _aresult(self) -> R_co:
-        read = self.lookup
+        read, operation = self.lookup, None
         for pause in _pauses():
             with suppress(OperationalError):  # waits for Postgres, too
                 operation, read = await self._in_thread(read), self._read  # a name is checked once
                 if operation is not None and operation.has_ended:
-                    return _result_of(operation)
+                    break
             await asyncio.sleep(pause)
-        raise AssertionError("the pauses never end")
+        assert operation is not None
+        if not references.is_reference(operation.result_text or ""):
+            return _result_of(operation)
+        fetchers = runtime_of(self.app).fetchers
+        return await asyncio.get_running_loop().run_in_executor(fetchers, _result_of, operation)
 
 
 def _check_spelling(app: Celery, task: str) -> None:

@@ -38,10 +38,11 @@ def reconcile_provider() -> int:
     """
     until = datetime.now(UTC) - reconciliation.SETTLED_AFTER
     reconciliation.ask_about_pending(until)
-    reconciliation.hand_over_disputes()
+    unanswered = reconciliation.hand_over_disputes()
     days = reconciliation.days_before(until, reconciliation.WINDOW / timedelta(days=1))
     compared = [reconciliation.reconcile(since, end) for since, end in days]
-    if unanswered := [why for each in compared for why in each.unanswered]:
+    unanswered += [why for each in compared for why in each.unanswered]
+    if unanswered:
         raise RuntimeError(f"{len(unanswered)} questions have no answer: {unanswered[0]}")
     return sum(len(each.differences) for each in compared)
 

@@ -21,6 +21,7 @@ from typing import Any, Literal, get_args
 from rich.console import Console
 from rich.progress import track
 from sqlalchemy import TextClause, select, text
+from sqlalchemy.exc import NoResultFound, OperationalError
 from sqlalchemy.orm import Session
 
 from idempotency import CallRefused, Defer, IdempotentTask, OperationId, PermanentError
@@ -31,10 +32,10 @@ from idempotency.wire import keys
 
 from . import app
 from .gateway import GatewayError, Moved
-from .models import Payment, PaymentEvent
+from .models import PaymentEvent
 from .outside import gateway
 from .reports import STRIPE
-from .settlement import NOT_THERE, as_report, ask_about_refund, settle
+from .settlement import NOT_THERE, as_report, ask_about_refund, leave_dispute, take_dispute
 from .tenants import DEFAULT
 
 Kind = Literal["charge", "refund"]
@@ -87,6 +88,15 @@ _PENDING_AT_SITE = text(f"""
 SELECT tenant, id FROM refunds
 WHERE is_at_site AND starts_with(id, '{STRIPE}-') AND status IN ('pending', 'reserved', 'unknown') AND created_at < :until
 """)
+# Disputes that are not noted, or not as the payment's that has their charge.
+_ASTRAY = text(f"""
+SELECT DISTINCT p.tenant, p.id AS payment, e.object_id AS id FROM payment_events e
+JOIN payments p ON p.gateway = e.gateway AND p.charge_id = e.charge_id
+WHERE e.object = 'dispute' AND e.gateway = '{STRIPE}' AND (
+    NOT e.is_applied
+    OR NOT EXISTS (SELECT FROM disputes d WHERE (d.tenant, d.gateway, d.id, d.payment_id) = (p.tenant, e.gateway, e.object_id, p.id))
+    OR EXISTS (SELECT FROM disputes d WHERE (d.gateway, d.id) = (e.gateway, e.object_id) AND d.tenant <> p.tenant))
+""")
 # Of Stripe's objects. A person may have typed anything else.
 _AN_ID = re.compile(r"[A-Za-z0-9_]{1,255}")
 _PAYER = text(f"SELECT tenant FROM payments WHERE gateway = '{STRIPE}' AND charge_id = :charge")
@@ -102,8 +112,6 @@ class Difference:
     name: str | None
     provider: str | None
     ledger: str | None
-    # Whether the name at the provider is one of ours. Stored, because the task that asks again sees one tenant only.
-    is_known: bool = True
     # The charge, or the charge of this refund, if our books do not have it.
     foreign_charge: str | None = None
 
@@ -154,17 +162,10 @@ def _is_given_back(difference: Difference) -> bool:
     return difference.foreign_charge is not None and gateway.is_given_back(difference.foreign_charge)
 
 
-def _compare(
-    session: Session, kind: Kind, id: str, moved: Moved | None, *, is_known: bool | None = None
-) -> Difference | None:
-    """What the provider has under an id, with what we have under the same id, or under the name that it tells.
-
-    `is_known`: whether that name is one of ours, if the session does not see all tenants.
-    """
+def _compare(session: Session, kind: Kind, id: str, moved: Moved | None) -> Difference | None:
+    """What the provider has under an id, with what we have under the same id, or under the name that it tells."""
     tenant, name = (None, None) if moved is None else (moved.tenant, moved.name)
-    if is_known is None:
-        is_known = bool(session.execute(_KNOWN[kind], {"tenant": tenant, "name": name}).first())
-    if moved is not None and not is_known:
+    if moved is not None and not session.execute(_KNOWN[kind], {"tenant": tenant, "name": name}).first():
         moved = moved._replace(name=None)
     ours = session.execute(_OF_OBJECT[kind], {"tenant": tenant, "name": moved and moved.name, "id": id}).all()
     if moved is not None and moved.name is None and not (moved.is_decided or ours):
@@ -179,14 +180,14 @@ def _compare(
     ledger = " + ".join(posted) or None
     if moved is None:
         tenant, name = (ours[0].tenant, ours[0].name) if ours else (DEFAULT, None)
-        return Difference(kind, tenant, id, name, theirs, ledger, is_known)
+        return Difference(kind, tenant, id, name, theirs, ledger)
     # It is told where it is in the books, or else where its charge is: the name at the provider may be another tenant's.
     payer = session.execute(_PAYER, {"charge": moved.charge_id}).scalar_one_or_none()
     owner = under_id[0].tenant if under_id else payer
     if moved.name is None:
         name = f"{STRIPE}-{id}" if kind == "refund" else name
     foreign = moved.charge_id if owner is None else None
-    return Difference(kind, owner or moved.tenant or DEFAULT, id, name, theirs, ledger, is_known, foreign)
+    return Difference(kind, owner or moved.tenant or DEFAULT, id, name, theirs, ledger, foreign)
 
 
 def _posted(row: Any, moved: Moved | None, *, is_one: bool) -> str:
@@ -216,16 +217,17 @@ def check_difference(
     difference: str,
     kind: Kind,
     id: str,
-    is_known: bool | None = None,
     name: str | None = None,
 ) -> dict[str, Any]:
     """Ask both sides about one object again. Fails, and so leaves a dead letter, for as long as they differ.
 
     `name`: ignored; letters that earlier code has left still carry it.
     """
-    moved = _look_up(kind, id)  # before the transaction begins
-    found = _compare(self.session, kind, id, moved, is_known=is_known)
-    self.session.rollback()
+    moved = _look_up(kind, id)
+    # the tenant in whose books it was, and the one that the provider names, who may have it by now
+    tenants = {self.tenant, _known_tenant(self.tenant if moved is None else moved.tenant or DEFAULT)}
+    with runtime_of(app).transaction(*tenants) as connection, Session(connection) as session:
+        found = _compare(session, kind, id, moved)
     if found is not None and not _is_given_back(found):
         raise PermanentError(str(found), DIFFERS)
     return {"agrees": True}
@@ -240,7 +242,10 @@ def reconcile(since: datetime, until: datetime) -> Compared:
             tenant = _known_tenant(each.tenant)
             key = _key_to_tell(session, check_difference.name, tenant, _name_of(each), told=DIFFERS)
             if key is not None:
-                about = {"kind": each.kind, "id": each.id, "is_known": each.is_known}
+                about = {
+                    "kind": each.kind,
+                    "id": each.id,
+                }  # not its name: that becomes known, and is no other difference
                 check_difference.enqueue(session, difference=key, **about, tenant=tenant)
     return compared
 
@@ -260,26 +265,33 @@ def ask_about_pending(until: datetime) -> int:
     return len(pending)
 
 
-def hand_over_disputes() -> int:
-    """Apply each dispute that was kept for one tenant, and whose charge a person has found to be another's; returns how many.
+def hand_over_disputes() -> list[str]:
+    """Note each dispute of Stripe's as one of the payment that has its charge in our books by now, whichever tenant's.
 
-    Stripe names no payment with a dispute, and a webhook looks at the books of one tenant. Charges and refunds need no
-    handing over: each is a difference, with a dead letter.
+    A dispute names only its charge, a webhook looks at the books of one tenant, and a person may correct whose a charge is.
+    Charges and refunds need no handing over: each is a difference, with a dead letter. Returns what could not be done.
     """
-    of_charge = (Payment.gateway == PaymentEvent.gateway) & (Payment.charge_id == PaymentEvent.charge_id)
-    kept = select(PaymentEvent, Payment.tenant).join(Payment, of_charge & (Payment.tenant != PaymentEvent.tenant))
-    kept = kept.where(PaymentEvent.gateway == STRIPE, PaymentEvent.object == "dispute", ~PaymentEvent.is_applied)
     with Session(runtime_of(app).engine) as session:
-        found = [(as_report(event), payer) for event, payer in session.execute(kept.order_by(PaymentEvent.received_at))]
-    for report, payer in found:
-        with runtime_of(app).transaction(payer) as connection, Session(connection) as session:
-            settle(session, replace(report, tenant=payer, payment_id=None))
-            session.flush()
-        # afterwards, in the books of the other; what is handed over twice is a duplicate there
-        with runtime_of(app).transaction(report.tenant) as connection, Session(connection) as session:
-            session.get_one(PaymentEvent, (report.tenant, report.gateway, report.event_id)).is_applied = True
-            session.flush()
-    return len(found)
+        astray = session.execute(_ASTRAY).all()
+        of_dispute = select(PaymentEvent).filter_by(gateway=STRIPE, object="dispute").order_by(PaymentEvent.occurred_at)
+        kept = {
+            row: [as_report(event) for event in session.scalars(of_dispute.filter_by(object_id=row.id))]
+            for row in astray
+        }
+    failed = []
+    for row, reports in kept.items():
+        try:
+            of_payer = [replace(report, tenant=row.tenant, payment_id=None) for report in reports]
+            with runtime_of(app).transaction(row.tenant) as connection, Session(connection) as session:
+                take_dispute(session, row.payment, of_payer)
+                session.flush()
+            for tenant in {report.tenant for report in reports} - {row.tenant}:
+                with runtime_of(app).transaction(tenant) as connection, Session(connection) as session:
+                    leave_dispute(session, tenant, STRIPE, row.id)
+                    session.flush()
+        except (OperationalError, NoResultFound) as error:  # another holds the charge, or has changed it just now
+            failed.append(f"dispute {row.id}: {type(error).__name__}")
+    return failed
 
 
 def days_before(until: datetime, days: float) -> list[tuple[datetime, datetime]]:
@@ -348,7 +360,7 @@ def main(arguments: list[str] | None = None) -> int:
     found: list[Difference] = []
     unanswered: list[str] = []
     ask_about_pending(until)
-    hand_over_disputes()
+    unanswered += hand_over_disputes()
     for since, end in track(days_before(until, given.days), "days compared", console=console, disable=given.json):
         compared = reconcile(since, end)
         found += compared.differences

@@ -148,13 +148,20 @@ def _apply(session: Session, report: Report) -> bool:
 
 
 def _payment_of(session: Session, report: Report) -> Payment | None:
-    """The payment that a report names, or that its charge is known to be of; locked."""
+    """The payment that a report is about; locked.
+
+    That of a charge, or of a refund of ours, is the one that it names. Of a dispute, or a refund at the provider's site, it is
+    the one that has the charge in our books, whatever the provider calls it: a person may have found it to be another's.
+    """
+    named = None
     if report.payment_id is not None:
-        return session.get(Payment, (report.tenant, report.payment_id), with_for_update=True)
+        named = session.get(Payment, (report.tenant, report.payment_id), with_for_update=True)
+        if report.object == "charge" or report.refund_id is not None:
+            return named
     of_charge = select(Payment).filter_by(tenant=report.tenant, charge_id=report.charge_id).with_for_update()
     found = session.scalars(of_charge.limit(2)).all()
     found = [each for each in found if each.gateway == report.gateway] or found
-    return found[0] if len(found) == 1 else None
+    return found[0] if len(found) == 1 else named if not found else None
 
 
 @app.task(base=IdempotentTask, bind=True, name=SETTLE_WAITING, key=None)
@@ -300,7 +307,35 @@ def _refund_of(session: Session, payment: Payment, report: Report) -> Refund | N
     return session.get_one(Refund, (id["tenant"], id["id"]), with_for_update=True)
 
 
+def take_dispute(session: Session, payment_id: str, reports: list[Report]) -> None:
+    """Note what was reported of a dispute as one of this payment's, which has its charge, whatever was noted before."""
+    first = reports[0]
+    _lock(session, first.gateway, first.charge_id)
+    payment = session.get_one(Payment, (first.tenant, payment_id), with_for_update=True)
+    noted = session.get(Dispute, (first.tenant, first.gateway, first.object_id))
+    if noted is not None and noted.payment_id != payment.id:
+        session.delete(noted)
+        session.flush()
+    for report in reports:
+        insert_unless_there(session, PaymentEvent, asdict(report))
+        of_object = {name: getattr(report, name) for name in ("tenant", "gateway", "object", "object_id", "state")}
+        same = select(PaymentEvent).filter_by(**of_object, occurred_at=report.occurred_at)
+        for event in session.scalars(same):
+            event.is_applied = _dispute(session, payment, report)
+
+
+def leave_dispute(session: Session, tenant: str, gateway: str, id: str) -> None:
+    """Forget a dispute that was noted as this tenant's, and is another's."""
+    if (noted := session.get(Dispute, (tenant, gateway, id))) is not None:
+        session.delete(noted)
+    of_object = {"tenant": tenant, "gateway": gateway, "object": "dispute", "object_id": id}
+    for event in session.scalars(select(PaymentEvent).filter_by(**of_object)):
+        event.is_applied = True  # elsewhere
+
+
 def _dispute(session: Session, payment: Payment, report: Report) -> bool:
+    if payment.charge_id != report.charge_id:
+        return False  # it waits for its charge
     values = {
         "tenant": payment.tenant,
         "gateway": report.gateway,

@@ -19,7 +19,7 @@ from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 from sqlalchemy.pool import NullPool, StaticPool
 
 from .. import objects
-from ..errors import Undecided
+from ..errors import ResultNotKept
 from ..observe import metrics
 from ..observe.crash_points import crash_point
 from ..settings import Settings
@@ -36,6 +36,8 @@ from .threads import DaemonThreads
 
 # Threads that read records for an event loop; a read takes about a millisecond.
 READERS = 4
+# Threads that fetch large results for an event loop.
+FETCHERS = 8
 # Seconds until a large result is tried again whose place has not taken it.
 OBJECTS_PAUSE = 30.0
 # Seconds for which it is left alone by this process.
@@ -92,6 +94,8 @@ class Runtime:
         # For handles that are awaited. Not asyncio's own threads, which also resolve names: a Postgres that does not
         # answer must not use them up.
         self.readers = DaemonThreads(READERS, "idempotency-reader")
+        # Apart from them: a place of large results that is slow must hold up nobody who asks for a status.
+        self.fetchers = DaemonThreads(FETCHERS, "idempotency-fetcher")
         self.heartbeat = Heartbeat(
             self._renew,
             self.hints,
@@ -106,6 +110,7 @@ class Runtime:
         self.heartbeat.stop()
         self.hints.flush()
         self.readers.shutdown(wait=False)
+        self.fetchers.shutdown(wait=False)
         self._kept.close()
         for engine in self._engines:
             engine.dispose()
@@ -157,7 +162,7 @@ class Runtime:
     def stored_result(self, result: Any) -> str:
         """A result as its record keeps it. A large one is put where `large_results_at` says, before the commit that refers to it.
 
-        Raises `InvalidResult`, and `Undecided` while that place does not take it: however long that lasts, it is no failure of
+        Raises `InvalidResult`, and `ResultNotKept` while that place does not take it: however long that lasts, it is no failure of
         the operation. One that has just failed is not asked by others, each of which would hold its locks meanwhile.
         """
         settings, store = self.settings, self.settings.large_results_at
@@ -166,14 +171,16 @@ class Runtime:
         if store is None or len(text) <= settings.result_limit:
             return text
         if (left := self._objects_away_until - time.monotonic()) > 0:
-            raise Undecided(OBJECTS_PAUSE, f"the place of large results has failed, and is left alone for {left:.0f} s")
+            raise ResultNotKept(
+                OBJECTS_PAUSE, f"the place of large results has failed, and is left alone for {left:.0f} s"
+            )
         try:
             kept = objects.keep(store, text)
         except SoftTimeLimitExceeded:
             raise
         except Exception as error:
             self._objects_away_until = time.monotonic() + OBJECTS_REST
-            raise Undecided(
+            raise ResultNotKept(
                 OBJECTS_PAUSE, f"the place of large results does not take one: {type(error).__name__}"
             ) from error
         crash_point("result.put")

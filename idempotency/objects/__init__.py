@@ -37,7 +37,10 @@ class ObjectStore(Protocol):
         """Delete up to `PAGE` objects; some may be gone already."""
 
     def older(self, seconds: float) -> Iterator[list[str]]:
-        """The names of all that was put at least so long ago, up to `PAGE` at a time; not of what else is there."""
+        """The names of all that was put at least so long ago, up to `PAGE` at a time; not of what else is there.
+
+        What cannot be listed holds up nothing else, and is raised at the end.
+        """
 
 
 def object_store(address: str) -> ObjectStore:

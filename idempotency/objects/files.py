@@ -51,9 +51,14 @@ class Files:
             raise KeyError(name) from None
 
     def delete(self, names: Sequence[str]) -> None:
+        errors = []
         for name in names:
-            with suppress(FileNotFoundError):
-                (self._directory / name).unlink()
+            try:
+                (self._directory / name).unlink(missing_ok=True)
+            except OSError as error:
+                errors.append(error)  # of one that another user has made, say; it holds up no other
+        if errors:
+            raise errors[0]
 
     def _require_directory(self) -> None:
         """One that is not mounted says nothing of what is in it, and takes nothing.
@@ -62,22 +67,33 @@ class Files:
         """
         if not self._directory.is_dir():
             raise NotADirectoryError(f"{self._directory}: is not there; make it, or mount it")
-        if self._directory.is_mount():
+        if os.path.ismount(os.path.realpath(self._directory)):  # a link may lead to one
             raise NotADirectoryError(f"{self._directory}: is a mount point; name a directory in it")
 
     def older(self, seconds: float) -> Iterator[list[str]]:
         self._require_directory()
-        before, page = time.time() - seconds, list[str]()
+        before, page, errors = time.time() - seconds, list[str](), list[OSError]()
         for folder in sorted(self._directory.glob("[0-9a-f][0-9a-f]")):
-            for entry in os.scandir(folder):
-                name = f"{folder.name}/{entry.name}"
-                if not is_name(name.removesuffix(PART)):
-                    continue  # somebody else's
-                with suppress(FileNotFoundError):
-                    if entry.is_file(follow_symlinks=False) and entry.stat().st_mtime <= before:
-                        page.append(name)
-                if len(page) == PAGE:
-                    yield page
-                    page = []
+            if not folder.is_dir():
+                continue
+            try:
+                page += _older_in(folder, before)
+            except OSError as error:
+                errors.append(error)
+            while len(page) >= PAGE:
+                yield page[:PAGE]
+                page = page[PAGE:]
         if page:
             yield page
+        if errors:
+            raise errors[0]
+
+
+def _older_in(folder: Path, before: float) -> Iterator[str]:
+    for entry in os.scandir(folder):
+        name = f"{folder.name}/{entry.name}"
+        if not is_name(name.removesuffix(PART)):
+            continue  # somebody else's
+        with suppress(FileNotFoundError):
+            if entry.is_file(follow_symlinks=False) and entry.stat().st_mtime <= before:
+                yield name

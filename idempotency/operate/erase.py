@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -73,10 +74,12 @@ def _delete(store: ObjectStore | None, names: Sequence[str]) -> list[str]:
         return not_found
     for name in names:
         try:
-            store.get(name, 1)
+            with suppress(Exception):  # one that may be deleted and not read is deleted
+                try:
+                    store.get(name, 1)
+                except KeyError:
+                    not_found.append(name)
             store.delete([name])
-        except KeyError:
-            not_found.append(name)
         except Exception as error:  # nothing refers to it any more: then the next sweep deletes it
             log.warning("erased_object_left", object=name, error=type(error).__name__)
     if not_found:

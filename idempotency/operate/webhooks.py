@@ -16,7 +16,7 @@ from ..application import runtime_of
 from ..attempt.runtime import Runtime
 from ..errors import ChangeRefused, OperationNotFound
 from ..hosts import Allowed
-from ..store import waking
+from ..store import operations, waking
 from ..store import webhooks as stored
 from ..webhooks import challenge
 from ..webhooks.addresses import target_of
@@ -115,8 +115,8 @@ def redeliver(app: Celery, change: Change, id: str) -> int:
 
     Returns the number of the redelivery, which stays if the delivery still waited. An attempt that is made now is one of
     `ATTEMPTS`. Raises
-    `OperationNotFound`, and `ChangeRefused` for one that was erased, that only the replay of a dead letter would deliver, or
-    whose endpoint is not enabled.
+    `OperationNotFound`, and `ChangeRefused` for one that was erased, that is being attempted, that only the replay of a dead
+    letter would deliver, or whose endpoint is not enabled.
     """
     app.loader.import_default_modules()
     runtime = runtime_of(app)
@@ -140,7 +140,11 @@ def redeliver(app: Celery, change: Change, id: str) -> int:
                 raise ChangeRefused(f"{id}: was {row.status} at this moment; look again")
             if row.next_attempt_at is None and row.dead_letter is not None:
                 raise ChangeRefused(f"{id}: its message is the dead letter {row.dead_letter}; replay that")
-            waking.wake(connection, OperationId(row.tenant, row.task, f"{id}:{row.redelivery}"), service)
+            operation = OperationId(row.tenant, row.task, f"{id}:{row.redelivery}")
+            waking.wake(connection, operation, service)
+            record = operations.lookup(connection, operation, service)
+            if record is not None and record.status == "started":
+                raise ChangeRefused(f"{id}: an attempt is under way; look again when it has ended")
         audit(connection, change, "webhook_redelivered", None, None, details={"id": id, "tenant": row.tenant})
     return int(row.redelivery)
 

@@ -92,8 +92,9 @@ SELECT q.queue, counted.* FROM queues q CROSS JOIN LATERAL (
     SELECT o.task, count(*) AS operations, sum(count(*)) OVER () >= {_PART} AS stopped,
            extract(epoch FROM min(o.available_at) - clock_timestamp())::float8 AS next_due,
            -- a saga's time begins when its wait is over
-           greatest(extract(epoch FROM clock_timestamp() - min(o.opened_at)), 0)::float8 AS oldest
-    FROM (SELECT r.task, r.available_at, r.opened_at, r.service FROM idempotency.records r
+           greatest(extract(epoch FROM clock_timestamp() - min(o.opened_at)), 0)::float8 AS oldest,
+           count(*) FILTER (WHERE position('"code": "ResultNotKept"' IN o.error) > 0) AS not_kept
+    FROM (SELECT r.task, r.available_at, r.opened_at, r.service, r.error FROM idempotency.records r
           WHERE r.available_at IS NOT NULL AND r.queue = q.queue AND r.message <> ''
           ORDER BY r.available_at LIMIT {_PART}) o
     WHERE (o.service = %(service)s) IS NOT FALSE
@@ -230,6 +231,7 @@ class Snapshot:
     others: Sequence[Row[Any]] = ()
     sharers: Sequence[Row[Any]] = ()
     disabled_webhooks: Sequence[Row[Any]] = ()
+    not_kept: int = 0  # operations that wait for the place of large results
     broker_answered: bool = False
 
     @property
@@ -286,6 +288,7 @@ def take_snapshot(connection: Connection, settings: Settings) -> Snapshot:
         state.next_due_seconds = min(row.next_due, math.inf if (due := state.next_due_seconds) is None else due)
         found.oldest_released = max(row.oldest, found.oldest_released or 0.0)
         found.count(row.task, "released", row.operations)
+        found.not_kept += row.not_kept
     found.outbox = connection.exec_driver_sql(_UNPUBLISHED, bound).one()
     found.letters = connection.exec_driver_sql(_OPEN_LETTERS, bound).all()
     seen = processes.processes(connection)

@@ -88,6 +88,11 @@ def lasting(found: Snapshot, settings: Settings) -> list[Alarm]:
         command = framework().command
         waiting = f"{operations} ended as effect_unknown: {command} dead-letters list --error effect_unknown"
         alarms.append(Alarm("unknown_effects", "effects", waiting, f"{command} effects resolve, then replay"))
+    if found.not_kept:
+        operations = "1 operation waits" if found.not_kept == 1 else f"{found.not_kept:,} operations wait"
+        waiting = f"{operations} for their place, which does not take a result"
+        advice = f"`{framework().command} doctor` says what it answers; nothing is lost, and they go on by themselves"
+        alarms.append(Alarm("large_results", "results not kept", waiting, advice, settings.alarm_unconsumed))
     alarms += [
         Alarm(
             f"webhook_disabled/{row.id}",

@@ -96,7 +96,7 @@ def test_a_charge_that_carries_another_tenants_name_is_told_to_the_one_in_whose_
 def test_a_letter_of_before_is_no_second_one_and_is_replayed(
     shop: Shop, gateway: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Code of before has called the task with the name, and not with whether it is known."""
+    """Code of before has called the task with the name, too."""
     from tasks import reconciliation
 
     order, charge = paid(shop)
@@ -104,9 +104,7 @@ def test_a_letter_of_before_is_no_second_one_and_is_replayed(
     check = reconciliation.check_difference
     with monkeypatch.context() as patch:
         enqueue = check.enqueue
-        patch.setattr(
-            type(check), "enqueue", lambda self, session, is_known, **given: enqueue(session, name=order, **given)
-        )
+        patch.setattr(type(check), "enqueue", lambda self, session, **given: enqueue(session, name=order, **given))
         assert charge in found(shop)
     shop.run()
     for _ in range(2):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 from uuid import uuid4
@@ -17,7 +16,7 @@ from tests.orders.shop import Shop
 from tests.orders.test_provider_doubts import pay
 from tests.orders.test_reconciliation import found, paid
 from tests.orders.test_report_doubts import posted_net
-from tests.orders.test_reports import NOON, captured, refund, report, settle
+from tests.orders.test_reports import refund, report, settle
 from tests.orders.test_reserved import in_doubt, lost, resolve, row_of, take_for_the_charge_of
 
 
@@ -150,26 +149,3 @@ def test_a_charge_of_another_provider_is_no_difference_whatever_its_object_is_ca
     made = report(f"object-{payment}", "succeeded", payment, charge_id=f"ch-{payment}", gateway="payment")
     assert settle(shop, made) == ["applied"]
     assert f"ch-{payment}" not in found(shop)
-
-
-def test_a_dispute_kept_for_another_tenant_than_the_one_whose_charge_it_is_is_handed_over(shop: Shop) -> None:
-    """The provider has told one tenant, and a person has found the charge to be of another's payment since."""
-    from tasks import reconciliation, settlement
-
-    shop.forget()
-    order, charge = captured(shop)
-    dispute = report("dp" + order, "needs_response", order, object="dispute", charge_id=charge, amount=400)
-    dispute = replace(dispute, tenant="t-else", payment_id=None)
-    with shop.transaction("t-else") as session:
-        assert settlement.settle(session, dispute) == "waiting"
-    with shop.operating(RELAY):
-        assert reconciliation.hand_over_disputes() == 1
-        assert reconciliation.hand_over_disputes() == 0
-    query = "SELECT tenant, payment_id, status, amount FROM disputes WHERE id = :id"
-    assert tuple(shop.one(query, id="dp" + order)) == ("default", order, "needs_response", 400)
-    ended = replace(dispute, event_id=f"evt_{uuid4().hex}", state="won", occurred_at=NOON + timedelta(days=9))
-    with shop.transaction("t-else") as session:
-        assert settlement.settle(session, ended) == "waiting"
-    with shop.operating(RELAY):
-        assert reconciliation.hand_over_disputes() == 1
-    assert shop.one("SELECT status FROM disputes WHERE id = :id", id="dp" + order)[0] == "won"

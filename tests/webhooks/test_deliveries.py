@@ -292,6 +292,27 @@ def test_what_waits_for_its_next_attempt_is_delivered_now(
     assert (shown.status, shown.next_attempt_at, len(receiver.webhooks)) == ("delivered", None, 2)
 
 
+def test_what_is_being_attempted_is_not_redelivered_at_that_moment(
+    shop: Celery, happen: Happen, register: Register, outbox: Outbox, receiver: Receiver, rows: Rows
+) -> None:
+    """Its next attempt would still be hours away, whatever the command had said."""
+    register()
+    happen()
+    step(outbox)
+    (delivery,) = rows("deliveries")
+    refused: list[str] = []
+
+    def slow(request: Request) -> Any:
+        with pytest.raises(ChangeRefused) as error:
+            operate.redeliver(shop, ANN, delivery.id)
+        refused.append(str(error.value))
+        return answering(503, Retry_After="7200")(request)
+
+    receiver.answer = slow
+    step(outbox)
+    assert refused == [f"{delivery.id}: an attempt is under way; look again when it has ended"]
+
+
 def test_a_cancelled_delivery_is_given_up_visibly(
     shop: Celery, happen: Happen, register: Register, outbox: Outbox, rows: Rows, engine: Engine
 ) -> None:

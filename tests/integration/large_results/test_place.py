@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -88,6 +89,35 @@ def test_the_sweep_leaves_what_is_not_the_librarys(bank: Celery, kept: Place, sw
         kept.add(each)
     assert swept() == 1
     assert kept.everything == sorted(strange)
+
+
+def test_a_folder_or_file_that_is_another_users_holds_up_nothing_else(
+    bank: Celery, directory: Place, tmp_path: Path, swept: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a file whose name is a folder's. The refusals are made here: these tests may run as root."""
+    store, scandir, unlink = place_of(bank), os.scandir, Path.unlink
+    for folder in ("11", "22", "33"):
+        for number in (1, 2):
+            store.put(f"{folder}/{folder}{number:030x}", b"1")
+    (tmp_path / "results" / "00").write_bytes(b"another's")
+    kept = f"22/22{1:030x}"
+
+    def scan(path: Any) -> Any:
+        if str(path).endswith("/11"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    def refused(path: Path, missing_ok: bool = False) -> None:
+        if str(path).endswith(kept):
+            raise PermissionError(1, "Operation not permitted", str(path))
+        unlink(path, missing_ok=missing_ok)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "scandir", scan)
+        patch.setattr(Path, "unlink", refused)
+        with pytest.raises(PermissionError):
+            swept()
+    assert directory.names == [f"11/11{1:030x}", f"11/11{2:030x}", kept]
 
 
 def test_what_cannot_be_deleted_holds_up_nothing_else(
@@ -185,6 +215,17 @@ def test_a_mount_point_is_no_place() -> None:
     for ask in (lambda: store.put("ab/" + "ab" * 16, b"1"), lambda: store.get("ab/" + "ab" * 16, 1)):
         with pytest.raises(NotADirectoryError, match="is a mount point; name a directory in it"):
             ask()
+
+
+def test_a_link_to_a_directory_below_a_mount_point_is_a_place_and_one_to_it_is_none(tmp_path: Path) -> None:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as mounted:
+        (tmp_path / "below").symlink_to(mounted)
+        (tmp_path / "itself").symlink_to("/dev/shm")
+        store = object_store(f"file://{tmp_path}/below")
+        store.put("ab/" + "ab" * 16, b"1")
+        assert store.get("ab/" + "ab" * 16, 2) == b"1"
+        with pytest.raises(NotADirectoryError, match="is a mount point"):
+            object_store(f"file://{tmp_path}/itself").put("ab/" + "ab" * 16, b"1")
 
 
 def test_a_full_disk_stays_no_fuller(directory: Place, bank: Celery, monkeypatch: pytest.MonkeyPatch) -> None:

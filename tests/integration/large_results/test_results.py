@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from billiard.exceptions import SoftTimeLimitExceeded
 from celery import Celery
+from celery.app.trace import trace_task_ret
 from sqlalchemy import Engine
 
 from idempotency import Handle, OperationId, lookup
@@ -24,6 +25,7 @@ from idempotency.attempt.runtime import Runtime
 from idempotency.errors import InvalidResult, ResultUnreadable
 from idempotency.settings import Settings
 from idempotency.store.answers import Completed
+from idempotency.upkeep import alarms, overview
 from idempotency.wire.delivery import Delivery
 from idempotency.wire.keys import fingerprint
 from tests.integration.test_batch_neighbours import message, run, states
@@ -50,6 +52,9 @@ def test_a_large_result_is_kept_there_and_read_by_every_duplicate(
     assert len(kept.names) == 1
     assert task.apply(("e0",)).get() == large()
     assert lookup(bank, task.name, "e0").result == large()
+    if options:  # and a duplicate in a batch
+        again = run(bank, task, *(message(bank, task, account) for account in ("e0", "f1")))
+        assert [failed for failed, *_ in again] == [0, 0]
     assert entries("e0") == 1
 
 
@@ -224,7 +229,68 @@ def test_while_it_is_fetched_an_event_loop_goes_on(
         return await handle
 
     assert asyncio.run(both(of(handle))) == large()
-    assert asyncio.run(both(handle.alookup())).result == large()
+
+
+def test_who_asks_for_a_status_does_not_wait_for_a_place(
+    bank: Celery, directory: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor does what else needs threads of the event loop, such as the look-up of a name."""
+    task = make_task(bank, body, key="{account}")
+    task.apply(("e0",))
+    answers = threading.Event()
+    kind: Any = type(place_of(bank))
+    get = kind.get
+    monkeypatch.setattr(kind, "get", lambda self, name, most: (answers.wait(30), get(self, name, most))[1])
+    handle: Any = Handle(bank, op.operation(task, "e0"))
+
+    async def result() -> Any:
+        return await handle
+
+    async def page() -> None:
+        asked = [asyncio.create_task(result()) for _ in range(40)]
+        await asyncio.sleep(0.2)
+        async with asyncio.timeout(20):
+            assert (await handle.alookup()).status == "completed"
+            await asyncio.get_running_loop().getaddrinfo("127.0.0.1", 80)
+        assert not any(each.done() for each in asked)
+        answers.set()
+        assert await asyncio.gather(*asked) == [large()] * 40
+
+    asyncio.run(page())
+
+
+def test_a_duplicate_that_cannot_read_it_calls_no_errbacks(
+    bank: Celery, engine: Engine, directory: Place, set_place: Any
+) -> None:
+    """It is carried out: what they undo was done."""
+    task = make_task(bank, body, key="{account}")
+    called: list[str] = []
+
+    @bank.task(name="test.give_back")
+    def give_back(request: Any, error: Any, traceback: Any) -> None:
+        called.append(type(error).__name__)
+
+    embed = {"callbacks": None, "errbacks": [give_back.s()], "chain": None, "chord": None}
+    sent = message(bank, task, body=json.dumps([["e0"], {}, embed]))
+    bank.finalize()
+    bank.set_current()
+    for place in (directory.address, Down()):
+        set_place(place)
+        trace_task_ret(task.name, *sent, app=bank)
+    assert (states(engine), called) == ({"e0": "completed"}, [])
+    bank.tasks.pop("test.give_back")
+
+
+def test_an_alarm_tells_of_what_waits_for_the_place(
+    bank: Celery, engine: Engine, deliveries: Deliveries, set_place: Any
+) -> None:
+    bank.conf.idempotency_compress_results_above = None
+    set_place(Down())
+    deliveries.deliver(make_task(bank, body, key="{account}"), "e0")
+    with engine.connect() as connection:
+        found = overview.take_snapshot(connection, bank, runtime_of(bank).settings)
+    (alarm,) = [each for each in alarms.lasting(found, runtime_of(bank).settings) if each.name == "large_results"]
+    assert alarm.found == "1 operation waits for their place, which does not take a result"
 
 
 def test_without_celery_a_duplicate_gets_it_too(database: str, tmp_path: Path) -> None:
