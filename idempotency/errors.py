@@ -223,10 +223,6 @@ class Undecided(Defer):
     """
 
 
-class ResultNotKept(Undecided):
-    """The place of large results does not take one; the operation waits, however long that lasts."""
-
-
 class Again(IdempotencyError):
     """The body asks for another attempt, after `delay` seconds or the usual back-off, because of `cause`."""
 

@@ -19,7 +19,6 @@ from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 from sqlalchemy.pool import NullPool, StaticPool
 
 from .. import objects
-from ..errors import ResultNotKept
 from ..observe import metrics
 from ..observe.crash_points import crash_point
 from ..settings import Settings
@@ -171,7 +170,7 @@ class Runtime:
         if store is None or len(text) <= settings.result_limit:
             return text
         if (left := self._objects_away_until - time.monotonic()) > 0:
-            raise ResultNotKept(
+            raise objects.ResultNotKept(
                 OBJECTS_PAUSE, f"the place of large results has failed, and is left alone for {left:.0f} s"
             )
         try:
@@ -180,7 +179,7 @@ class Runtime:
             raise
         except Exception as error:
             self._objects_away_until = time.monotonic() + OBJECTS_REST
-            raise ResultNotKept(
+            raise objects.ResultNotKept(
                 OBJECTS_PAUSE, f"the place of large results does not take one: {type(error).__name__}"
             ) from error
         crash_point("result.put")

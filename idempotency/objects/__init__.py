@@ -10,11 +10,15 @@ from collections.abc import Iterator, Sequence
 from typing import Protocol, runtime_checkable
 from urllib.parse import unquote, urlsplit
 
-from ..errors import ResultUnreadable
+from ..errors import ResultUnreadable, Undecided
 from ..wire import references
 
 # Names that `older` gives at a time, and that `delete` takes: as many as S3 lists and deletes by one request.
 PAGE = 1000
+
+
+class ResultNotKept(Undecided):
+    """The place does not take a result; its operation waits, however long that lasts."""
 
 
 @runtime_checkable

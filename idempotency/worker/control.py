@@ -23,14 +23,17 @@ from ..errors import (
     LeaseLost,
     OutcomeInDoubt,
     PermanentError,
+    ResultErased,
     RetriesExhausted,
     SettingsError,
     Unanswered,
     UnsupportedControl,
 )
 from ..handle import R_co
+from ..observe.logs import log
 from ..store.statements import describe
 from ..wire import keys, results
+from ..wire.delivery import Delivery
 from .body import RunningTask
 from .calls import KeyedTask
 from .following import first_of
@@ -210,6 +213,19 @@ class ControlledTask(RunningTask[P, R_co], Generic[P, R_co]):
             if isinstance(error, NEVER_SENT) and not isinstance(error, OSError) and not self.request.is_eager:
                 raise UnsupportedControl(f"replace: its signature cannot be sent: {describe(error)}") from error
             raise Unanswered(f"{self.name}: its replacement could not be sent") from error
+
+    def _read(self, delivery: Delivery, stored: str) -> Any:
+        """The stored result, for a duplicate. A caller gets what reading it raises, as does who asks for what was erased.
+
+        Raises `Ignore` for a message: it is carried out, and no failure, whose errbacks might undo what was done.
+        """
+        try:
+            return runtime_of(self.app).read_result(stored)
+        except Exception as error:
+            if delivery.is_eager or isinstance(error, ResultErased):
+                raise
+            log.error("result_unreadable", task=self.name, key=delivery.id.key, error=type(error).__name__)
+            raise Ignore("its result cannot be read") from error
 
     def on_replace(self, sig: Signature) -> Any:
         if self.request.is_eager:

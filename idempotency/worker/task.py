@@ -44,7 +44,6 @@ from ..errors import (
     OperationBusy,
     OperationFailed,
     PermanentError,
-    ResultErased,
     ServiceMismatch,
     Unanswered,
     UnsupportedControl,
@@ -263,14 +262,9 @@ class IdempotentTask(ControlledTask[P, R_co]):
                 return self._returned(delivery, result)
             case Completed():
                 try:
-                    # by the runtime: a batch's answer does not know where large results are
-                    result = runtime_of(self.app).read_result(outcome.result)
+                    result = self._read(delivery, outcome.result)
                 except Exception as error:
-                    if delivery.is_eager or isinstance(error, ResultErased):
-                        return Raised(error)
-                    # It is carried out, and no failure: errbacks might undo what was done.
-                    log.error("result_unreadable", task=self.name, key=delivery.id.key, error=type(error).__name__)
-                    return Raised(Ignore())
+                    return Raised(error)
                 return self._returned(delivery, result)
             case Ended(PermanentError(code=code)) | Failed(code=code) if code == REVOKED and not delivery.is_eager:
                 return Raised(Ignore(REVOKED))
