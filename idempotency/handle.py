@@ -156,7 +156,10 @@ class Handle(Generic[R_co]):
         return _result_of(self.wait(timeout))
 
     async def alookup(self) -> StoredOperation[R_co] | None:
-        """The stored operation, as `lookup()` returns it, read in a thread: the event loop is not blocked."""
+        """The stored operation, as `lookup()` returns it, read in a thread: the event loop is not blocked.
+
+        A large result is fetched where `result` is read, so leave that to `await handle`.
+        """
         return await self._in_thread(self.lookup)
 
     async def _in_thread(self, read: Callable[[], StoredOperation[R_co] | None]) -> StoredOperation[R_co] | None:

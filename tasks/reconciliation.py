@@ -12,7 +12,7 @@ import json
 import re
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime, timedelta
 from hashlib import sha256
 from itertools import count
@@ -20,7 +20,7 @@ from typing import Any, Literal, get_args
 
 from rich.console import Console
 from rich.progress import track
-from sqlalchemy import TextClause, select, text
+from sqlalchemy import TextClause, text
 from sqlalchemy.exc import NoResultFound, OperationalError
 from sqlalchemy.orm import Session
 
@@ -32,10 +32,9 @@ from idempotency.wire import keys
 
 from . import app
 from .gateway import GatewayError, Moved
-from .models import PaymentEvent
 from .outside import gateway
 from .reports import STRIPE
-from .settlement import NOT_THERE, as_report, ask_about_refund, leave_dispute, take_dispute
+from .settlement import NOT_THERE, ask_about_refund, assign_dispute, forget_dispute
 from .tenants import DEFAULT
 
 Kind = Literal["charge", "refund"]
@@ -88,14 +87,24 @@ _PENDING_AT_SITE = text(f"""
 SELECT tenant, id FROM refunds
 WHERE is_at_site AND starts_with(id, '{STRIPE}-') AND status IN ('pending', 'reserved', 'unknown') AND created_at < :until
 """)
-# Disputes that are not noted, or not as the payment's that has their charge.
+# Disputes that are not noted, or not as the payment's that has their charge; and the tenants that have been told of them.
 _ASTRAY = text(f"""
-SELECT DISTINCT p.tenant, p.id AS payment, e.object_id AS id FROM payment_events e
-JOIN payments p ON p.gateway = e.gateway AND p.charge_id = e.charge_id
-WHERE e.object = 'dispute' AND e.gateway = '{STRIPE}' AND (
-    NOT e.is_applied
-    OR NOT EXISTS (SELECT FROM disputes d WHERE (d.tenant, d.gateway, d.id, d.payment_id) = (p.tenant, e.gateway, e.object_id, p.id))
-    OR EXISTS (SELECT FROM disputes d WHERE (d.gateway, d.id) = (e.gateway, e.object_id) AND d.tenant <> p.tenant))
+SELECT p.tenant, p.id AS payment, e.object_id AS id, e.charge_id, array_agg(DISTINCT e.tenant) || p.tenant::text AS tenants
+FROM payment_events e JOIN payments p ON p.gateway = e.gateway AND p.charge_id = e.charge_id
+WHERE e.object = 'dispute' AND e.gateway = '{STRIPE}'
+GROUP BY 1, 2, 3, 4
+HAVING bool_or(NOT e.is_applied) OR NOT EXISTS (
+    SELECT FROM disputes d WHERE (d.tenant, d.gateway, d.id, d.payment_id) = (p.tenant, '{STRIPE}', e.object_id, p.id)
+) OR EXISTS (SELECT FROM disputes d WHERE (d.gateway, d.id) = ('{STRIPE}', e.object_id) AND d.tenant <> p.tenant)
+""")
+# Those that are noted as a payment's which has lost their charge, that no other payment has and no report has named it for.
+_WITHOUT_CHARGE = text(f"""
+SELECT NULL AS payment, d.id, min(e.charge_id) AS charge_id, array_agg(DISTINCT e.tenant) AS tenants
+FROM disputes d JOIN payment_events e ON (e.gateway, e.object, e.object_id) = (d.gateway, 'dispute', d.id)
+WHERE d.gateway = '{STRIPE}'
+  AND NOT EXISTS (SELECT FROM payments p WHERE (p.gateway, p.charge_id) = (e.gateway, e.charge_id))
+GROUP BY d.tenant, d.id, d.payment_id
+HAVING NOT bool_or((e.tenant, e.payment_id) IS NOT DISTINCT FROM (d.tenant, d.payment_id))
 """)
 # Of Stripe's objects. A person may have typed anything else.
 _AN_ID = re.compile(r"[A-Za-z0-9_]{1,255}")
@@ -272,23 +281,16 @@ def hand_over_disputes() -> list[str]:
     Charges and refunds need no handing over: each is a difference, with a dead letter. Returns what could not be done.
     """
     with Session(runtime_of(app).engine) as session:
-        astray = session.execute(_ASTRAY).all()
-        of_dispute = select(PaymentEvent).filter_by(gateway=STRIPE, object="dispute").order_by(PaymentEvent.occurred_at)
-        kept = {
-            row: [as_report(event) for event in session.scalars(of_dispute.filter_by(object_id=row.id))]
-            for row in astray
-        }
+        astray, without_charge = session.execute(_ASTRAY).all(), session.execute(_WITHOUT_CHARGE).all()
     failed = []
-    for row, reports in kept.items():
+    for row in [*astray, *without_charge]:
         try:
-            of_payer = [replace(report, tenant=row.tenant, payment_id=None) for report in reports]
-            with runtime_of(app).transaction(row.tenant) as connection, Session(connection) as session:
-                take_dispute(session, row.payment, of_payer)
+            with runtime_of(app).transaction(*row.tenants) as connection, Session(connection) as session:
+                if row.payment is None:
+                    forget_dispute(session, row.id, row.charge_id)
+                else:
+                    assign_dispute(session, row.id, row.charge_id, (row.tenant, row.payment))
                 session.flush()
-            for tenant in {report.tenant for report in reports} - {row.tenant}:
-                with runtime_of(app).transaction(tenant) as connection, Session(connection) as session:
-                    leave_dispute(session, tenant, STRIPE, row.id)
-                    session.flush()
         except (OperationalError, NoResultFound) as error:  # another holds the charge, or has changed it just now
             failed.append(f"dispute {row.id}: {type(error).__name__}")
     return failed

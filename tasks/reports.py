@@ -234,7 +234,8 @@ def _read(model: type[ModelT], body: bytes) -> ModelT:
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         where = ".".join(str(part) for part in first["loc"]) or "body"
-        raise Malformed(f"{where}: {first['msg']}") from None
+        what = first["msg"].removeprefix("Value error, ").removeprefix(f"{where}: ")
+        raise Malformed(f"{where}: {what}") from None
     for name, value in _texts(read):
         if "\x00" in value:
             raise Malformed(f"{name}: must not contain NUL")

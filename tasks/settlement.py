@@ -17,7 +17,7 @@ from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from typing import Any, Literal
 
-from sqlalchemy import select, text
+from sqlalchemy import func, select, text
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.exc import DataError, IntegrityError
 from sqlalchemy.orm import Session
@@ -117,11 +117,10 @@ def _completed(session: Session, report: Report) -> Report | None:
         setattr(event, name, said)
     event.code = event.code or report.code
     session.flush()
-    return as_report(event)
+    return _as_report(event)
 
 
-def as_report(event: PaymentEvent) -> Report:
-    """The report that is kept as this row."""
+def _as_report(event: PaymentEvent) -> Report:
     return Report(**{name: getattr(event, name) for name in Report.__dataclass_fields__})
 
 
@@ -150,18 +149,35 @@ def _apply(session: Session, report: Report) -> bool:
 def _payment_of(session: Session, report: Report) -> Payment | None:
     """The payment that a report is about; locked.
 
-    That of a charge, or of a refund of ours, is the one that it names. Of a dispute, or a refund at the provider's site, it is
-    the one that has the charge in our books, whatever the provider calls it: a person may have found it to be another's.
+    That of a charge, or of a refund of ours, is the one that it names; that of a refund which is in our books, the one that it is
+    there. Of a dispute, or another refund at the provider's site, it is the one that has the charge in our books, whatever the
+    provider calls it: a person may have found it to be another's. If none has, as of a payment that was charged twice, it is the
+    one that is named.
     """
-    named = None
-    if report.payment_id is not None:
-        named = session.get(Payment, (report.tenant, report.payment_id), with_for_update=True)
-        if report.object == "charge" or report.refund_id is not None:
-            return named
+    if report.payment_id is not None and (report.object == "charge" or report.refund_id is not None):
+        return _locked(session, report.tenant, report.payment_id)
+    if report.object == "refund":
+        booked = select(Refund.payment_id).filter_by(tenant=report.tenant).where(_is_object(report))
+        if (payment_id := session.scalars(booked.limit(1)).first()) is not None:
+            return _locked(session, report.tenant, payment_id)
     of_charge = select(Payment).filter_by(tenant=report.tenant, charge_id=report.charge_id).with_for_update()
     found = session.scalars(of_charge.limit(2)).all()
     found = [each for each in found if each.gateway == report.gateway] or found
-    return found[0] if len(found) == 1 else named if not found else None
+    if not found and report.payment_id is not None:
+        return _locked(session, report.tenant, report.payment_id)
+    return found[0] if len(found) == 1 else None
+
+
+def _locked(session: Session, tenant: str, payment_id: str) -> Payment | None:
+    return session.get(Payment, (tenant, payment_id), with_for_update=True)
+
+
+def _is_object(report: Report) -> Any:
+    """Whether a refund has this object of the provider's: its task has noted that, or it was written down as the site's."""
+    is_noted = (Refund.provider_refund_id == report.object_id) & (
+        func.coalesce(Refund.gateway, report.gateway) == report.gateway
+    )
+    return is_noted | (Refund.is_at_site & (Refund.id == at_site(report.gateway, report.object_id)))
 
 
 @app.task(base=IdempotentTask, bind=True, name=SETTLE_WAITING, key=None)
@@ -203,7 +219,7 @@ def _lock(session: Session, gateway: str, charge_id: str) -> None:
 def _apply_waiting(session: Session, tenant: str, gateway: str, charge_id: str) -> int:
     """Apply what can be by now; returns how many."""
     waiting = select(PaymentEvent).filter_by(tenant=tenant, gateway=gateway, charge_id=charge_id, is_applied=False)
-    reports = [as_report(event) for event in session.scalars(waiting.order_by(PaymentEvent.received_at)).all()]
+    reports = [_as_report(event) for event in session.scalars(waiting.order_by(PaymentEvent.received_at)).all()]
     return sum(_apply_alone(session, report) for report in reports)
 
 
@@ -271,9 +287,8 @@ def _refund(session: Session, payment: Payment, report: Report) -> bool:
 
 def _booked(session: Session, payment: Payment, report: Report) -> Refund | None:
     """The refund that has this object of the provider's already, whatever a report calls it; locked."""
-    is_written_down = Refund.is_at_site & (Refund.id == at_site(report.gateway, report.object_id))
     known = select(Refund).filter_by(tenant=payment.tenant, payment_id=payment.id, amount=report.amount)
-    known = known.where((Refund.provider_refund_id == report.object_id) | is_written_down)
+    known = known.where(_is_object(report))
     return session.scalars(known.with_for_update()).first()
 
 
@@ -307,35 +322,36 @@ def _refund_of(session: Session, payment: Payment, report: Report) -> Refund | N
     return session.get_one(Refund, (id["tenant"], id["id"]), with_for_update=True)
 
 
-def take_dispute(session: Session, payment_id: str, reports: list[Report]) -> None:
-    """Note what was reported of a dispute as one of this payment's, which has its charge, whatever was noted before."""
-    first = reports[0]
-    _lock(session, first.gateway, first.charge_id)
-    payment = session.get_one(Payment, (first.tenant, payment_id), with_for_update=True)
-    noted = session.get(Dispute, (first.tenant, first.gateway, first.object_id))
-    if noted is not None and noted.payment_id != payment.id:
-        session.delete(noted)
-        session.flush()
-    for report in reports:
+def assign_dispute(session: Session, id: str, charge_id: str, payment: tuple[str, str]) -> None:
+    """Note a dispute of Stripe's, with all that was reported of it, as one of this payment's (tenant, id), and of no other's.
+
+    `session` sees all tenants that have been told of it. Raises as `settle` does, and `NoResultFound` if the payment is gone.
+    """
+    _lock(session, STRIPE, charge_id)
+    its = session.get_one(Payment, payment, with_for_update=True)
+    for noted in session.scalars(select(Dispute).filter_by(gateway=STRIPE, id=id)).all():
+        if (noted.tenant, noted.payment_id) != payment:
+            session.delete(noted)
+    session.flush()
+    of_dispute = select(PaymentEvent).filter_by(gateway=STRIPE, object="dispute", object_id=id)
+    for event in session.scalars(of_dispute.order_by(PaymentEvent.occurred_at, PaymentEvent.received_at)).all():
+        report = replace(_as_report(event), tenant=its.tenant)
         insert_unless_there(session, PaymentEvent, asdict(report))
-        of_object = {name: getattr(report, name) for name in ("tenant", "gateway", "object", "object_id", "state")}
-        same = select(PaymentEvent).filter_by(**of_object, occurred_at=report.occurred_at)
-        for event in session.scalars(same):
-            event.is_applied = _dispute(session, payment, report)
+        _dispute(session, its, report)
+    for event in session.scalars(of_dispute):
+        event.is_applied = True
 
 
-def leave_dispute(session: Session, tenant: str, gateway: str, id: str) -> None:
-    """Forget a dispute that was noted as this tenant's, and is another's."""
-    if (noted := session.get(Dispute, (tenant, gateway, id))) is not None:
+def forget_dispute(session: Session, id: str, charge_id: str) -> None:
+    """Take back the note of a dispute whose charge no payment has any more; what was reported of it waits."""
+    _lock(session, STRIPE, charge_id)
+    for noted in session.scalars(select(Dispute).filter_by(gateway=STRIPE, id=id)).all():
         session.delete(noted)
-    of_object = {"tenant": tenant, "gateway": gateway, "object": "dispute", "object_id": id}
-    for event in session.scalars(select(PaymentEvent).filter_by(**of_object)):
-        event.is_applied = True  # elsewhere
+    for event in session.scalars(select(PaymentEvent).filter_by(gateway=STRIPE, object="dispute", object_id=id)):
+        event.is_applied = False
 
 
 def _dispute(session: Session, payment: Payment, report: Report) -> bool:
-    if payment.charge_id != report.charge_id:
-        return False  # it waits for its charge
     values = {
         "tenant": payment.tenant,
         "gateway": report.gateway,
@@ -353,7 +369,7 @@ def _dispute(session: Session, payment: Payment, report: Report) -> bool:
     session.execute(
         kept.on_conflict_do_update(
             index_elements=["tenant", "gateway", "id"],
-            set_={name: values[name] for name in ("status", "amount", "reason", "reported_at")},
+            set_={name: values[name] for name in ("payment_id", "status", "amount", "reason", "reported_at")},
             where=Dispute.status.not_in(DISPUTE_ENDED)
             & (is_final | (Dispute.reported_at <= kept.excluded.reported_at)),
         )

@@ -143,8 +143,8 @@ def redeliver(app: Celery, change: Change, id: str) -> int:
             operation = OperationId(row.tenant, row.task, f"{id}:{row.redelivery}")
             waking.wake(connection, operation, service)
             record = operations.lookup(connection, operation, service)
-            if record is not None and record.status == "started":
-                raise ChangeRefused(f"{id}: an attempt is under way; look again when it has ended")
+            if record is not None and record.status != "released":
+                raise ChangeRefused(f"{id}: an attempt is under way, or ends just now; look again")
         audit(connection, change, "webhook_redelivered", None, None, details={"id": id, "tenant": row.tenant})
     return int(row.redelivery)
 

@@ -215,16 +215,18 @@ class ControlledTask(RunningTask[P, R_co], Generic[P, R_co]):
             raise Unanswered(f"{self.name}: its replacement could not be sent") from error
 
     def _read(self, delivery: Delivery, stored: str) -> Any:
-        """The stored result, for a duplicate. A caller gets what reading it raises, as does who asks for what was erased.
+        """The stored result, for a duplicate. Raises, for a caller, what reading it raises.
 
-        Raises `Ignore` for a message: it is carried out, and no failure, whose errbacks might undo what was done.
+        For a message it is `Ignore`, also if the result was erased: the operation is carried out, and no failure, whose errbacks
+        might undo what was done.
         """
         try:
             return runtime_of(self.app).read_result(stored)
         except Exception as error:
-            if delivery.is_eager or isinstance(error, ResultErased):
+            if delivery.is_eager:
                 raise
-            log.error("result_unreadable", task=self.name, key=delivery.id.key, error=type(error).__name__)
+            say = log.info if isinstance(error, ResultErased) else log.error
+            say("result_unreadable", task=self.name, key=delivery.id.key, error=type(error).__name__)
             raise Ignore("its result cannot be read") from error
 
     def on_replace(self, sig: Signature) -> Any:

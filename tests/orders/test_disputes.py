@@ -9,6 +9,7 @@ from uuid import uuid4
 
 import pytest
 from sqlalchemy import text
+from sqlalchemy.orm import Session
 
 from idempotency.operate.replay import replay
 from idempotency.store.rights import RELAY
@@ -119,7 +120,7 @@ def test_one_that_names_another_tenants_payment_is_the_one_whose_charge_it_is(
     shop.run()
     set_charge(shop, order, charge)
     monkeypatch.setattr(webhooks, "gateway", gateway)
-    assert webhooks._settled(dispute_of(charge)) == "waiting"
+    assert webhooks._settled(dispute_of(charge)) == "applied"  # t1's books are not seen
     assert hand_over(shop) == []
     assert noted(shop, charge) == [("t1", order, "needs_response", 400)]
 
@@ -200,3 +201,83 @@ def test_a_name_that_becomes_known_before_the_check_has_run_is_no_second_letter(
     with shop.books.connect() as connection:
         query = text("SELECT reason FROM idempotency.dead_letters WHERE key LIKE :key")
         assert connection.execute(query, {"key": f"refund:{made}:%"}).scalars().all() == ["ledger_differs"]
+
+
+def test_a_report_that_comes_while_its_dispute_is_handed_over_is_taken(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tasks import reconciliation, settlement
+
+    order, charge = captured(shop)
+    keep(shop, dispute_of(charge), "t-else")
+    assign = settlement.assign_dispute
+
+    def then_assign(session: Any, *args: Any) -> None:
+        late = replace(dispute_of(charge, "lost", days=9), tenant="t-else")
+        with Session(shop.engine) as webhook, webhook.begin():
+            webhook.execute(text("SELECT idempotency.about('t-else')"))
+            assert settlement.settle(webhook, late) == "waiting"
+        assign(session, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(reconciliation, "assign_dispute", then_assign)
+        assert hand_over(shop) == []
+    assert noted(shop, charge) == [("default", order, "lost", 400)]
+
+
+def test_one_whose_charge_was_taken_away_waits_until_a_payment_has_it(shop: Shop) -> None:
+    wrong, charge = captured(shop)
+    right, _ = captured(shop)
+    assert settle(shop, dispute_of(charge)) == ["applied"]
+    set_charge(shop, wrong, "pi_own" + uuid4().hex)
+    assert hand_over(shop) == []
+    assert noted(shop, charge) == []
+    assert settle(shop, dispute_of(charge, "lost", days=9)) == ["waiting"]
+    set_charge(shop, right, charge)
+    assert hand_over(shop) == []
+    assert noted(shop, charge) == [("default", right, "lost", 400)]
+
+
+def test_one_of_another_provider_follows_its_charge_with_its_next_report(shop: Shop) -> None:
+    wrong, _ = captured(shop)
+    right, _ = captured(shop)
+    charge = "ch_" + uuid4().hex
+    give = text("UPDATE payments SET charge_id = :it, gateway = 'payment' WHERE id = :id")
+    with shop.books.begin() as connection:
+        connection.execute(give, {"id": wrong, "it": charge})
+    assert settle(shop, dispute_of(charge, gateway="payment")) == ["applied"]
+    set_charge(shop, wrong, "ch_own" + uuid4().hex)
+    with shop.books.begin() as connection:
+        connection.execute(give, {"id": right, "it": charge})
+    assert settle(shop, dispute_of(charge, "lost", days=9, gateway="payment")) == ["applied"]
+    assert noted(shop, charge) == [("default", right, "lost", 400)]
+
+
+@pytest.mark.parametrize("provider", ["stripe", "payment"])
+def test_one_of_a_second_charge_is_the_payments_that_is_named(shop: Shop, provider: str) -> None:
+    """A buyer was charged twice, and disputes the second charge."""
+    order, _ = captured(shop)
+    second = "pi_second" + uuid4().hex
+    assert settle(shop, report(second, "succeeded", order, gateway=provider)) == ["waiting"]
+    assert settle(shop, replace(dispute_of(second, gateway=provider), payment_id=order)) == ["applied"]
+    for _ in range(2):
+        assert hand_over(shop) == []
+        assert noted(shop, second) == [("default", order, "needs_response", 400)]
+
+
+def test_a_refund_that_is_booked_stays_with_its_payment_when_the_charge_is_found_to_be_anothers(shop: Shop) -> None:
+    """And is reversed there when it fails."""
+    named, charge = captured(shop)
+    other, _ = captured(shop)
+    made = "re_" + uuid4().hex
+    about: dict[str, Any] = {"object": "refund", "charge_id": charge, "amount": 100}
+    assert settle(shop, report(made, "succeeded", named, **about)) == ["applied"]
+    set_charge(shop, named, "pi_own" + uuid4().hex)
+    set_charge(shop, other, charge)
+    assert settle(shop, report(made, "failed", named, **about)) == ["applied"]
+    shop.run()
+    assert shop.one("SELECT payment_id, status FROM refunds WHERE provider_refund_id = :id", id=made) == (
+        named,
+        "reversed",
+    )
+    assert shop.one("SELECT refunded FROM payments WHERE id = :id", id=named)[0] == 0

@@ -131,7 +131,8 @@ def test_a_tenant_that_there_cannot_be_is_refused_by_name(shop: Shop) -> None:
     raw = json.dumps(json.loads(reported("ch_x", "x")) | {"tenant": "a\nb"}).encode()
     answer = post("/webhooks/payment", raw, standard(raw))
     assert answer.status_code == 400
-    assert "tenant: Value error, tenant: only printable ASCII, got U+000A at position 1" in answer.json()["detail"]
+    assert "tenant: only printable ASCII, got U+000A at position 1" in answer.json()["detail"]
+    assert "Value error" not in answer.json()["detail"]
 
 
 def test_a_report_that_our_books_refuse_is_kept_and_not_sent_for_ever(shop: Shop) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import threading
 import warnings
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
@@ -22,6 +23,7 @@ from idempotency.observe import crash_points
 from idempotency.operate import webhooks as operate
 from idempotency.operate.cancel import cancel
 from idempotency.operate.change import Change, read
+from idempotency.store import waking
 from idempotency.store import webhooks as stored
 from idempotency.testing import Outbox
 from idempotency.testing.inline import Ran
@@ -310,7 +312,27 @@ def test_what_is_being_attempted_is_not_redelivered_at_that_moment(
 
     receiver.answer = slow
     step(outbox)
-    assert refused == [f"{delivery.id}: an attempt is under way; look again when it has ended"]
+    assert refused == [f"{delivery.id}: an attempt is under way, or ends just now; look again"]
+
+
+def test_a_redelivery_that_meets_the_end_of_an_attempt_is_refused(
+    shop: Celery, happen: Happen, register: Register, outbox: Outbox, rows: Rows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    register()
+    happen()
+    step(outbox)
+    (delivery,) = rows("deliveries")
+    wake = waking.wake
+
+    def late(*args: Any) -> None:
+        running = threading.Thread(target=outbox.run)  # commits before the record's lock is had
+        running.start()
+        running.join(20)
+        wake(*args)
+
+    monkeypatch.setattr(waking, "wake", late)
+    with pytest.raises(ChangeRefused, match="or ends just now; look again"):
+        operate.redeliver(shop, ANN, delivery.id)
 
 
 def test_a_cancelled_delivery_is_given_up_visibly(

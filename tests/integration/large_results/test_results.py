@@ -23,6 +23,8 @@ from idempotency.attempt.policy import Policy
 from idempotency.attempt.run import run as run_attempt
 from idempotency.attempt.runtime import Runtime
 from idempotency.errors import InvalidResult, ResultUnreadable
+from idempotency.operate.change import Change
+from idempotency.operate.erase import erase
 from idempotency.settings import Settings
 from idempotency.store.answers import Completed
 from idempotency.upkeep import alarms, overview
@@ -277,6 +279,8 @@ def test_a_duplicate_that_cannot_read_it_calls_no_errbacks(
     for place in (directory.address, Down()):
         set_place(place)
         trace_task_ret(task.name, *sent, app=bank)
+    erase(bank, op.operation(task, "e0"), Change("ann", "request 17"))
+    trace_task_ret(task.name, *sent, app=bank)
     assert (states(engine), called) == ({"e0": "completed"}, [])
     bank.tasks.pop("test.give_back")
 
