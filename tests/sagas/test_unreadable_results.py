@@ -12,7 +12,7 @@ from idempotency.sagas import saga
 from tests.sagas.conftest import Stage
 
 
-def test_a_saga_waits_while_its_process_cannot_read_the_result_of_a_call(
+def test_a_saga_goes_no_further_while_its_process_cannot_read_the_result_of_a_call(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The worker that ran the call has `zstandard`, the one that conducts the saga has not (or is the release before: a rolling deploy)."""
@@ -41,10 +41,11 @@ def test_a_saga_waits_while_its_process_cannot_read_the_result_of_a_call(
     monkeypatch.undo()  # the extra is installed, or the deploy is over
     with stage.engine.connect() as connection:
         (saga_row,) = connection.execute(text("SELECT status, stopped FROM idempotency.sagas")).all()
-    assert tuple(saga_row) == ("RUNNING", None)
+    assert tuple(saga_row) == ("RUNNING", "result_unreadable")
     waiting = handle.lookup()
     assert (waiting.status, waiting.attempts) == ("released", 0)
-    assert "zstandard" in waiting.error["message"]
+    assert stage.letters() == [("parent", "result_unreadable", "open")]
     stage.pass_time(4000.0)
     stage.run()
     assert (handle.result(), undone) == (1, [])
+    assert [status for _, _, status in stage.letters()] == ["replayed"]
