@@ -157,7 +157,11 @@ def _payment_of(session: Session, report: Report) -> Payment | None:
     if report.payment_id is not None and (report.object == "charge" or report.refund_id is not None):
         return _locked(session, report.tenant, report.payment_id)
     if report.object == "refund":
-        booked = select(Refund.payment_id).filter_by(tenant=report.tenant).where(_is_object(report))
+        booked = (
+            select(Refund.payment_id)
+            .filter_by(tenant=report.tenant)
+            .where(_is_object(report), func.coalesce(Refund.gateway, report.gateway) == report.gateway)
+        )
         if (payment_id := session.scalars(booked.limit(1)).first()) is not None:
             return _locked(session, report.tenant, payment_id)
     of_charge = select(Payment).filter_by(tenant=report.tenant, charge_id=report.charge_id).with_for_update()
@@ -174,10 +178,8 @@ def _locked(session: Session, tenant: str, payment_id: str) -> Payment | None:
 
 def _is_object(report: Report) -> Any:
     """Whether a refund has this object of the provider's: its task has noted that, or it was written down as the site's."""
-    is_noted = (Refund.provider_refund_id == report.object_id) & (
-        func.coalesce(Refund.gateway, report.gateway) == report.gateway
-    )
-    return is_noted | (Refund.is_at_site & (Refund.id == at_site(report.gateway, report.object_id)))
+    is_written_down = Refund.is_at_site & (Refund.id == at_site(report.gateway, report.object_id))
+    return (Refund.provider_refund_id == report.object_id) | is_written_down
 
 
 @app.task(base=IdempotentTask, bind=True, name=SETTLE_WAITING, key=None)
