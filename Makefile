@@ -2,6 +2,7 @@
 #   PYTHON=python3.12         the interpreter for .venv
 #   ARGS='-k outbox -x'       passed to the tool behind the target
 #   WORKERS=4                 test processes, each with its own servers
+#   PARTITIONED=day           the records of the tests' databases are in partitions
 #   POOLER=1                  the tests' applications reach Postgres through PgBouncer in transaction mode
 #   PURCHASES= REFUNDS= COPIES= VIA=http FLOW=orders WEBHOOKS=1  options of the demo
 
@@ -55,7 +56,7 @@ demo: .venv/ready ## run the whole system under load and faults, then check the 
 		$(if $(REFUNDS),--refunds $(REFUNDS)) $(if $(FLOW),--flow $(FLOW)) $(if $(COPIES),--copies $(COPIES)) $(if $(VIA),--via $(VIA)) $(if $(WEBHOOKS),--webhooks) $(ARGS)
 
 test: .venv/ready ## run all tests against real servers
-	@$(if $(POOLER),POOLER=1) $(VENV)/python -m pytest --numprocesses $(or $(WORKERS),4) --dist loadfile --no-loadscope-reorder $(ARGS)
+	@$(if $(POOLER),POOLER=1) $(if $(PARTITIONED),PARTITIONED=$(PARTITIONED)) $(VENV)/python -m pytest --numprocesses $(or $(WORKERS),4) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 ecosystem: .venv/ready ## install other packages of the Celery world into .venv, and test beside them
 	@$(VENV)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation \
@@ -168,7 +169,7 @@ metrics: migrate ## serve the backlog and all processes' counters for Prometheus
 
 # The other benchmarks need none of what this installs.
 contests := unique duplicates storm outside enqueue batch sagas
-bench: .venv/ready ## compare with plain Celery and what else there is; ONLY=unique,duplicates,storm,outside,enqueue,batch,relay,http,latency,backlog,ordering,resend,scale,waiting,purge,held; QUICK=1: 3 rounds and smaller tables; ARGS='--plot DIR --json'; ONLY=life: what operations leave behind; ONLY=start: import and help; ONLY=sagas,saga_length,saga_waits
+bench: .venv/ready ## compare with plain Celery and what else there is; ONLY=unique,duplicates,storm,outside,enqueue,batch,relay,http,latency,backlog,ordering,resend,scale,waiting,purge,held; QUICK=1: 3 rounds and smaller tables; ARGS='--plot DIR --json'; ONLY=life: what operations leave behind; ONLY=start: import and help; ONLY=sagas,saga_length,saga_waits; ONLY=partitions
 	@$(if $(or $(if $(ONLY),,all),$(filter $(contests),$(subst $(comma), ,$(ONLY)))),$(VENV)/python -m pip install --quiet --disable-pip-version-check \
 		--no-build-isolation --constraint constraints.txt --editable '.[bench]')
 	@$(VENV)/python -m benchmarks $(if $(ONLY),--only $(ONLY)) $(if $(filter 1,$(QUICK)),--rounds 3 --records 1000000) $(ARGS)

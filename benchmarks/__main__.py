@@ -42,7 +42,9 @@ LIFE = "life"
 START = "start"
 # Beside DBOS, which `make bench ONLY=sagas` installs, and two about many steps and many sagas: only on request.
 SAGAS, SAGA_LENGTH, SAGA_WAITS = "sagas", "saga_length", "saga_waits"
-ON_REQUEST = (LIFE, START, SAGAS, SAGA_LENGTH, SAGA_WAITS)
+# Beside a plain table: only on request.
+PARTITIONS = "partitions"
+ON_REQUEST = (LIFE, START, SAGAS, SAGA_LENGTH, SAGA_WAITS, PARTITIONS)
 
 
 def main(
@@ -98,6 +100,8 @@ def main(
             connection.execute(text("CREATE TABLE timed (number bigint PRIMARY KEY, started float8)"))
         if set(BESIDE) & set(chosen):
             look_beside(chosen, running, rounds, messages, waiting, records, as_json, report)
+        if PARTITIONS in chosen:
+            show_partitions(as_json, running, rounds, messages, records)
         if "relay" in chosen:
             rates = relay.measure(engine, rounds=rounds, messages=messages)
             show(as_json, "messages/s", "relay_vs_apply_async", rates.ratio, direct=rates.direct, relay=rates.relay)
@@ -228,6 +232,23 @@ def look_beside(
         held = scale.held_open(running, rounds=rounds, many=many)
         left = f" dead_rows_per_operation={held.dead_rows:.2f} wal_bytes_per_operation={held.wal_bytes:.0f}"
         add("held_ratio", "a transaction held open", held.attempts, held.attempts.ratio(), left)
+
+
+def show_partitions(as_json: bool, running: services.Services, rounds: int, many: int, records: int) -> None:
+    """Print what attempts cost in partitions, beside a plain table, and what it costs to remove half as many records."""
+    from . import partitions
+
+    for days, seconds in partitions.claims(running, rounds=rounds, many=many, rows=records).items():
+        figures = {
+            "plain": [1e3 * statistics.median(each) for each in seconds.without],
+            f"{days} partitions": [1e3 * statistics.median(each) for each in seconds.beside],
+        }
+        show(as_json, "ms", f"partitions_{days}_claim_ratio", seconds.ratio(statistics.median), **figures)
+    plain, dropped = partitions.removing(running, rounds=rounds, rows=records // 2)
+    for name in ("seconds", "wal", "left"):
+        figures = {"deleted": getattr(plain, name), "dropped": getattr(dropped, name)}
+        ratio = statistics.median(figures["dropped"]) / statistics.median(figures["deleted"])
+        show(as_json, "s" if name == "seconds" else "bytes", f"partitions_{name}_ratio", ratio, **figures)
 
 
 def compare(as_json: bool, report: Report, name: str, rates: Rates, ours: str, others: dict[str, str]) -> None:

@@ -29,6 +29,7 @@ from idempotency.upkeep.maintenance import recover
 from tests.support.deliveries import Deliveries
 from tests.support.operations import Entries, Record
 from tests.support.outside import OutsideWorld
+from tests.support.partitions import purging_drops, put_into_partitions
 from tests.support.pooler import Pooler
 from tests.support.processes import Processes, Worker
 
@@ -84,6 +85,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if seen[test] > few.args[0]:
                 item.add_marker("long")
     items.sort(key=lambda item: [not item.nodeid.startswith(file) for file in FIRST])  # stable
+    if "PARTITIONED" in os.environ:
+        for item in items:
+            if item.get_closest_marker("plain"):
+                item.add_marker(pytest.mark.skip(reason="about a plain table of records"))
     if "POOLER" in os.environ:
         for item in items:
             if item.get_closest_marker("direct"):
@@ -98,12 +103,18 @@ def servers() -> Iterator[services.Services]:
 
 @pytest.fixture(scope="session")
 def template(servers: services.Services) -> Iterator[str]:
-    """A migrated database; each test gets a copy of it."""
+    """A migrated database; each test gets a copy of it. With PARTITIONED=day, its records are in partitions that a purge drops."""
     from tests.support import bank
 
     name = f"template_{uuid4().hex[:8]}"
-    bank.prepare(servers.create_database(name))
-    yield name
+    url = servers.create_database(name)
+    bank.prepare(url)
+    if width := os.environ.get("PARTITIONED"):
+        put_into_partitions(url, width)
+        with purging_drops():
+            yield name
+    else:
+        yield name
     servers.drop_database(name)
 
 

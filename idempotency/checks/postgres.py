@@ -20,7 +20,8 @@ from ..store.connections import make_attempts_engine
 from ..store.driver import use_checked_connections
 from ..store.home import IDENTITY
 from .clock import check_clock
-from .findings import Finding, ok, refusal, warning
+from .findings import Finding, Level, ok, refusal, warning
+from .partitions import check_partitions
 from .unreachable import TIMEOUT
 
 # gen_random_uuid() without an extension
@@ -68,6 +69,8 @@ def _check_database(given: Settings) -> list[Finding]:
     with engine.connect() as connection:
         findings = [*_database(connection), *_tables(connection), *_wall(connection), *_frameworks(connection)]
         findings += [*_role(connection), *_path(connection)]
+        if all(each.level is Level.OK for each in findings if each.subject.startswith("database schema")):
+            findings += check_partitions(connection, given)
     if any(finding.subject == "database default_transaction_isolation" for finding in findings):
         return findings  # our own connections would be refused
     return [*findings, *_our_connections(given)]

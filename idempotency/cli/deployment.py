@@ -25,7 +25,7 @@ from ..extras import extra
 from ..observe import metrics, outages
 from ..observe.logs import keep_lines_whole, log
 from ..observe.outages import Pauses, reason
-from ..store import roles, schema
+from ..store import partitioning, roles, schema
 from ..store.connections import make_migrations_engine
 from ..upkeep import maintenance, objects
 from ..upkeep.loops import run_relay
@@ -46,16 +46,31 @@ def migrate(
             "…_RELAY_…, …_OPERATOR_…, …_READ_ONLY_… and …_OWNER_… let a role log in.",
         ),
     ] = False,
+    partitioned: Annotated[
+        str | None,
+        typer.Option(
+            help="Also put the records into partitions by creation, one for each hour, day or week. There is no way back.",
+            metavar="hour|day|week",
+            show_default=False,
+        ),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Bring the database's tables to this version."""
+    if partitioned is not None:
+        partitioning.require_width(partitioned)
     engine = make_migrations_engine(settings_of(application(app)))
     revision = schema.migrate(engine)
+    if partitioned is not None:
+        partitioning.partition(engine, partitioned)
     done = roles.create(engine, role_passwords()) if with_roles else []
     if as_json:
-        print_json({"revision": revision} | ({"statements": done} if with_roles else {}))
+        width = {} if partitioned is None else {"partitioned": partitioned}
+        print_json({"revision": revision} | width | ({"statements": done} if with_roles else {}))
     else:
         console.print(f"database schema at revision {revision}")
+        if partitioned is not None:
+            console.print(f"records in partitions, one for each {partitioned}")
         if done:
             console.print(f"roles, rights and row-level security: {len(done)} statements, which --json shows")
 

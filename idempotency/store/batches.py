@@ -10,6 +10,7 @@ from sqlalchemy import Connection
 from ..wire.delivery import Delivery
 from .answers import Claimed, Completed
 from .ends import RESPONSE_COMPLETED
+from .inserting import CONFLICT, fitting, lock_of
 from .record import idle_ms
 from .statements import execute
 
@@ -34,6 +35,10 @@ RETURNING key, fence, token, attempts, generation, fingerprint,
     -- nothing is acknowledged because of it, as with a single claim that is new
     set_config('synchronous_commit', 'off', true)
 """
+# There the order is that of the locks of keys, which two keys may share.
+_CLAIM_NEW_IN_PARTITIONS = _CLAIM_NEW.replace(f"{CONFLICT} DO NOTHING\n", "").replace(
+    "ORDER BY key\n", f"ORDER BY {lock_of('%(tenant)s', '%(task)s', 'key')}\n"
+)
 
 # What a single claim answers for those: as there, by the record alone. OFFSET 0, because by the conditions together a plan that
 # is made while the table is small reads all that the application has completed.
@@ -97,7 +102,7 @@ def claim_new(
     first, asked_at = deliveries[0].id, time.monotonic()
     rows = execute(
         connection,
-        _CLAIM_NEW,
+        fitting(connection, _CLAIM_NEW, _CLAIM_NEW_IN_PARTITIONS),
         {
             "tenant": first.tenant,
             "task": first.task,

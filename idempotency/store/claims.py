@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from sqlalchemy import Connection
@@ -12,6 +13,7 @@ from sqlalchemy import Connection
 from ..wire.keys import OperationId
 from ..wire.message import Message
 from .answers import Answer, Busy, Changed, Claimed, Completed, Failed, Foreign, Mismatch, Renewal, Stale, why_not
+from .inserting import IS_NEW, InsertOrUpdate, insert_or_update
 from .record import MINE, OWN, ROW, mine, named
 from .statements import execute
 
@@ -35,15 +37,18 @@ _IS_STALE = f"""(
 _STALE = f"SELECT {_IS_STALE}"
 
 
-def _claiming(condition: str = "", stale: str = "") -> str:
-    return f"""
-WITH claimed AS (
-    INSERT INTO idempotency.records AS r
-        (tenant, task, key, status, fence, token, locked_until, locked_by, fingerprint, message, queue, service)
-    SELECT %(tenant)s, %(task)s, %(key)s, 'started', pg_catalog.nextval('idempotency.fence'), %(token)s,
-            clock_timestamp() + make_interval(secs => %(lease)s), %(holder)s, %(fingerprint)s, %(message)s,
-            %(queue)s, %(service)s {condition}
-    ON CONFLICT (tenant, task, key) DO UPDATE SET
+_NEW = InsertOrUpdate(
+    {
+        **{
+            name: f"%({name})s"
+            for name in ("tenant", "task", "key", "token", "fingerprint", "message", "queue", "service")
+        },
+        "status": "'started'",
+        "fence": "pg_catalog.nextval('idempotency.fence')",
+        "locked_until": "clock_timestamp() + make_interval(secs => %(lease)s)",
+        "locked_by": "%(holder)s",
+    },
+    changes="""
         status = 'started',
         fence = pg_catalog.nextval('idempotency.fence'),
         token = excluded.token,
@@ -57,33 +62,32 @@ WITH claimed AS (
         message = CASE WHEN r.message = '' THEN excluded.message ELSE r.message END,
         queue = CASE WHEN r.message = '' THEN excluded.queue ELSE r.queue END,
         service = excluded.service,
-        updated_at = clock_timestamp()
-    WHERE r.fingerprint = ANY(%(fingerprints)s) AND (r.service = excluded.service) IS NOT FALSE
+        updated_at = clock_timestamp()""",
+    condition="""r.fingerprint = ANY(%(fingerprints)s) AND (r.service = excluded.service) IS NOT FALSE
       AND (r.status = 'started' AND (r.token = excluded.token OR r.locked_until < clock_timestamp())
-        OR r.status = 'released' AND r.available_at <= clock_timestamp())
-    RETURNING fence, attempts, generation, nullif(effects, '{{}}') AS effects, opened_at, revoked_generation, fingerprint,
-        taken_over, spent_at,
-        -- xmax is 0 for an inserted row
-        CASE WHEN NOT %(synchronous)s AND xmax = 0 THEN set_config('synchronous_commit', 'off', true) END
+        OR r.status = 'released' AND r.available_at <= clock_timestamp())""",
+    returning=f"""fence, attempts, generation, nullif(effects, '{{}}') AS effects, opened_at, revoked_generation, fingerprint,
+        taken_over, spent_at, CASE WHEN NOT %(synchronous)s AND {IS_NEW} THEN set_config('synchronous_commit', 'off', true) END""",
 )
+_CLAIMED = """
 SELECT 'claimed' AS answer, fence, attempts, generation, effects,
        extract(epoch FROM clock_timestamp() - opened_at)::float8 AS age, NULL AS result, NULL AS error,
        revoked_generation IS NOT DISTINCT FROM generation AS revoked, fingerprint, taken_over, spent_at, NULL AS service
 FROM claimed
+"""
+_OR_WHY_NOT = f"""
 UNION ALL
 SELECT {_WHY_NOT}, NULL, NULL, generation, NULL, {_DUE_IN}, result, error, NULL, fingerprint, NULL, NULL, service
 FROM idempotency.records
-WHERE {ROW} AND NOT EXISTS (SELECT FROM claimed){stale}
+WHERE {ROW} AND NOT EXISTS (SELECT FROM claimed)
 """
-
-
-_CLAIM = _claiming()
-_CLAIM_SIGNED = _claiming(
-    f"WHERE NOT {_IS_STALE}",
-    f"""
+_OR_STALE = f"""
 UNION ALL
 SELECT 'stale', NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL
-WHERE {_IS_STALE} AND NOT EXISTS (SELECT FROM claimed)""",
+WHERE {_IS_STALE} AND NOT EXISTS (SELECT FROM claimed)"""
+_CLAIM, _INSERT, _CHANGE = _NEW.statements("claimed", _CLAIMED, _OR_WHY_NOT)
+_CLAIM_SIGNED, _INSERT_SIGNED, _CHANGE_SIGNED = replace(_NEW, given=f"NOT {_IS_STALE}").statements(
+    "claimed", _CLAIMED, _OR_WHY_NOT + _OR_STALE
 )
 
 # Unlike a claim, it never waits for a lock.
@@ -197,9 +201,10 @@ def claim(
     claims again.
     """
     asked_at = time.monotonic()
-    row = execute(
+    row = insert_or_update(
         connection,
         _CLAIM if signed_at is None else _CLAIM_SIGNED,
+        (_INSERT, _CHANGE) if signed_at is None else (_INSERT_SIGNED, _CHANGE_SIGNED),
         named(id)
         | {
             "service": service,
@@ -213,7 +218,7 @@ def claim(
             "synchronous": synchronous,
         }
         | ({} if signed_at is None else {"signed_at": signed_at, "horizon": horizon}),
-    ).fetchone()
+    )
     if row is None:
         return Changed()
     if row.answer == "stale":

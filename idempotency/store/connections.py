@@ -226,7 +226,7 @@ def _check(driver: CheckedConnection, _: Any) -> None:
             "idempotency_engine: a listener of do_connect has connected itself; change the parameters and return None"
         )
     with driver.cursor() as cursor:
-        level, backend, driver.needs_tenant = cursor.execute(_PROPERTIES).fetchone()  # type: ignore[misc]
+        level, backend, driver.needs_tenant, driver.is_partitioned = cursor.execute(_PROPERTIES).fetchone()  # type: ignore[misc]
     driver.rollback()
     if level != "read committed":
         # At a higher level, any renewal or counted duplicate would make the finish fail with 40001.
@@ -237,14 +237,19 @@ def _check(driver: CheckedConnection, _: Any) -> None:
         driver.prepare_threshold = None  # the next transaction may reach another backend
 
 
-# The last: whether row-level security is on, and no policy shows this role the rows of all tenants.
+# The last two: whether row-level security is on, and no policy shows this role the rows of all tenants; whether the records are in
+# partitions.
 _PROPERTIES = """
 SELECT current_setting('default_transaction_isolation'), pg_backend_pid(), EXISTS (
     SELECT FROM pg_class c
     WHERE c.relname = 'records' AND c.relnamespace = (SELECT oid FROM pg_namespace WHERE nspname = 'idempotency')
       AND row_security_active(c.oid) AND NOT EXISTS (
           SELECT FROM pg_policy p, pg_catalog.unnest(p.polroles) role
-          WHERE p.polrelid = c.oid AND p.polname = 'all_tenants' AND pg_has_role(role, 'USAGE')))
+          WHERE p.polrelid = c.oid AND p.polname = 'all_tenants' AND pg_has_role(role, 'USAGE'))),
+    EXISTS (
+        SELECT FROM pg_class c
+        WHERE c.relname = 'records' AND c.relnamespace = (SELECT oid FROM pg_namespace WHERE nspname = 'idempotency')
+          AND c.relkind = 'p')
 """
 
 

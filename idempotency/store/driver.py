@@ -73,6 +73,8 @@ class CheckedConnection(OwnedConnection):
     # Whether row-level security shows this role only the tenants that are set, and which those are, one a line; None: it is
     # not known. Behind a pooler they, too, are set in each transaction.
     needs_tenant = False
+    # Whether the records are in partitions; None: nobody has asked.
+    is_partitioned: bool | None = None
     tenants: str | None = ""
     _warned = False
 

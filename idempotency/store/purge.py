@@ -183,18 +183,30 @@ DELETE FROM idempotency.sagas WHERE id IN (
 """
 
 
+# In partitions: what its partition has not taken away by then.
+_LATE_OPERATIONS = replace(
+    OPERATIONS,
+    due=OPERATIONS.due.replace(
+        "(SELECT clock_timestamp())", "(SELECT clock_timestamp() - make_interval(secs => %(late)s))"
+    ),
+)
+
+
 def letters(connection: Connection, service: str, *, retention: float, limit: int) -> tuple[int, bool]:
     """Delete letters of `service` closed more than `retention` seconds ago. Returns how many, and whether more may be due."""
     return sweeps.run(connection, LETTERS, {"service": service, "retention": retention}, limit=limit)
 
 
-def operations(connection: Connection, service: str, *, horizon: float, limit: int) -> tuple[int, bool]:
+def operations(
+    connection: Connection, service: str, *, horizon: float, limit: int, late: float = 0.0
+) -> tuple[int, bool]:
     """Delete operations past their retention with their rows, at least `horizon` seconds after the last publish.
 
-    Returns how many, and whether more may be due.
+    `late`: only those that have been past it for so many seconds. Returns how many, and whether more may be due.
     """
-    bounds = {"service": service, "keep": KEEP, "horizon": horizon}
-    return _both(sweeps.run(connection, sweep, bounds, limit=limit) for sweep in _with_unnamed(OPERATIONS))
+    bounds = {"service": service, "keep": KEEP, "horizon": horizon} | ({"late": late} if late else {})
+    sweep = _LATE_OPERATIONS if late else OPERATIONS
+    return _both(sweeps.run(connection, each, bounds, limit=limit) for each in _with_unnamed(sweep))
 
 
 def requests(connection: Connection, service: str, *, retention: float, limit: int) -> tuple[int, bool]:

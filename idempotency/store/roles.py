@@ -18,7 +18,8 @@ from psycopg import sql
 from sqlalchemy import Connection, Engine
 from sqlalchemy.exc import DBAPIError
 
-from .rights import APPLICATION, OF_ALL_TENANTS, OWNER, READ_ONLY, RIGHTS, ROLES, RUNNERS, SEQUENCES
+from .migrations.partitioning import PARTITIONS
+from .rights import APPLICATION, OF_ALL_TENANTS, OPERATOR, OWNER, READ_ONLY, RELAY, RIGHTS, ROLES, RUNNERS, SEQUENCES
 from .schema import LOCK_PAUSE, LOCK_TIMEOUT, SCHEMA, TRY_AGAIN
 
 # Functions that run with their owner's rights, because they write rows that have no tenant or another one.
@@ -50,7 +51,8 @@ UNION ALL
 SELECT CASE c.relkind WHEN 'S' THEN 'SEQUENCE' WHEN 'v' THEN 'VIEW' ELSE 'TABLE' END, c.oid::regclass::text FROM pg_class c
 WHERE c.relnamespace = to_regnamespace(%(schema)s) AND c.relkind IN ('r', 'p', 'S', 'v')
   AND pg_get_userbyid(c.relowner) <> %(owner)s
-  AND NOT EXISTS (SELECT FROM pg_depend d WHERE d.objid = c.oid AND d.deptype = 'i')
+  -- a partitioned table depends on the column that it is partitioned by
+  AND NOT EXISTS (SELECT FROM pg_depend d WHERE d.objid = c.oid AND d.deptype = 'i' AND d.refobjid <> c.oid)
 UNION ALL
 SELECT 'FUNCTION', p.oid::regprocedure::text FROM pg_proc p
 WHERE p.pronamespace = to_regnamespace(%(schema)s) AND pg_get_userbyid(p.proowner) <> %(owner)s
@@ -72,6 +74,8 @@ _BY_READER = """
 SELECT coalesce(array_to_string(reloptions, ','), '') LIKE '%%security_invoker%%' FROM pg_class
 WHERE oid = 'idempotency.saga_instances'::regclass
 """
+
+_HAS_PARTITIONS = "SELECT to_regnamespace(%(schema)s) IS NOT NULL"
 
 # Those with a tenant. Of a partitioned table, the policies are on the table itself.
 _WITH_TENANT = """
@@ -160,8 +164,11 @@ def _ownership(connection: Connection) -> list[str]:
     statements = []
     if not me.is_superuser and not connection.exec_driver_sql(_MEMBER, {"role": OWNER}).scalar_one():
         statements.append(f"GRANT {OWNER} TO CURRENT_USER")  # only a member of the owner may give objects to it
-    names = {"schema": SCHEMA, "owner": OWNER}
-    objects = connection.exec_driver_sql(_OBJECTS, names).all()
+    objects = [
+        each
+        for schema in (SCHEMA, PARTITIONS)
+        for each in connection.exec_driver_sql(_OBJECTS, {"schema": schema, "owner": OWNER}).all()
+    ]
     if objects:
         statements.append(f"GRANT CREATE ON DATABASE {_quoted(connection, me.database)} TO {OWNER}")
     # the schema first: an owner of its tables has to be able to create in it
@@ -187,9 +194,20 @@ def _rights(connection: Connection) -> list[str]:
         granted = {table: rights.get(table, rights.get("*", "")) for table in tables}
         statements += [f"GRANT {what} ON {SCHEMA}.{table} TO {role}" for table, what in granted.items() if what]
         statements += [f"GRANT USAGE ON SEQUENCE {SCHEMA}.{name} TO {role}" for name in SEQUENCES[role]]
+    if connection.exec_driver_sql(_HAS_PARTITIONS, {"schema": PARTITIONS}).scalar_one():
+        statements += [f"REVOKE ALL ON ALL FUNCTIONS IN SCHEMA {PARTITIONS} FROM {everybody}"]
+        statements += [each for role in (RELAY, OPERATOR) for each in of_partitions(role)]
     if connection.exec_driver_sql(_BY_READER).scalar_one():
         statements.append(f"GRANT SELECT ON {SCHEMA}.saga_instances TO {APPLICATION}")
     return statements
+
+
+def of_partitions(role: str) -> tuple[str, ...]:
+    """The statements that let a role make and drop partitions, by the functions for that, and touch them by nothing else."""
+    return (
+        f"GRANT USAGE ON SCHEMA {PARTITIONS} TO {role}",
+        f"GRANT EXECUTE ON ALL FUNCTIONS IN SCHEMA {PARTITIONS} TO {role}",
+    )
 
 
 def _public(connection: Connection) -> list[str]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from sqlalchemy import Connection, Engine, event, text
 from sqlalchemy.exc import OperationalError
@@ -16,6 +17,8 @@ from ..framework import framework
 
 if TYPE_CHECKING:
     from alembic.config import Config
+
+Changed = TypeVar("Changed")
 
 # A separate schema, so that our tables cannot collide with the application's.
 SCHEMA = "idempotency"
@@ -51,6 +54,27 @@ def migrate(engine: Engine, revision: str = "head") -> str:
     """
     with extra("cli"):
         from alembic import command
+
+    def upgrade(connection: Connection) -> str:
+        connection.execute(text(f"CREATE SCHEMA IF NOT EXISTS {SCHEMA}"))
+        connection.commit()
+        config = _config()
+        config.attributes["connection"] = connection
+        if _is_known(current_revision(connection)):
+            connection.commit()
+            command.upgrade(config, revision)
+        else:  # migrated by newer code
+            require_compatible(connection)
+        return current_revision(connection) or ""
+
+    return exclusively(engine, upgrade)
+
+
+def exclusively(engine: Engine, change: Callable[[Connection], Changed]) -> Changed:
+    """Change the schema while no other migration runs; what cannot get a lock in time is tried again, from its beginning.
+
+    As `migrate` does, and with its errors. `change` may commit.
+    """
     deadline = time.monotonic() + MIGRATION_TIMEOUT
     with engine.connect() as locking, engine.connect() as connection:
         while not _try_migration_lock(locking):
@@ -60,16 +84,7 @@ def migrate(engine: Engine, revision: str = "head") -> str:
         event.listen(connection, "begin", _limit)
         while True:
             try:
-                connection.execute(text(f"CREATE SCHEMA IF NOT EXISTS {SCHEMA}"))
-                connection.commit()
-                config = _config()
-                config.attributes["connection"] = connection
-                if _is_known(current_revision(connection)):
-                    connection.commit()
-                    command.upgrade(config, revision)
-                else:  # migrated by newer code
-                    require_compatible(connection)
-                return current_revision(connection) or ""
+                return change(connection)
             except OperationalError as error:
                 if getattr(error.orig, "sqlstate", None) not in TRY_AGAIN or time.monotonic() > deadline:
                     raise

@@ -28,6 +28,8 @@ READ_ONLY = "25006"
 # insufficient_privilege, and what `idempotency.tenants()` says where no tenant is set.
 NO_RIGHT = "42501"
 NO_TENANT = "idempotency.tenant is not set"
+# invalid_column_reference: ON CONFLICT by an index that is gone.
+NO_UNIQUE_INDEX = "42P10"
 # Classes of SQLSTATE: errors about data quote it; those about a statement have a hint that names columns, and quotes no row.
 DATA, SYNTAX = "22", "42"
 _QUOTED = re.compile('["«„“].*["»“”]', re.DOTALL)
@@ -162,10 +164,12 @@ def where(error: BaseException) -> str | None:
 
 
 def _is_stale(driver: Any, error: psycopg.Error) -> bool:
-    """Whether a new connection may be answered otherwise: the primary is elsewhere, or row-level security was turned on
-    after this connection had asked for it."""
+    """Whether a new connection may be answered otherwise: the primary is elsewhere, or row-level security was turned on,
+    or the records were partitioned, after this connection had asked for it."""
     if error.sqlstate == READ_ONLY:
         return True
+    if error.sqlstate == NO_UNIQUE_INDEX:
+        return getattr(driver, "is_partitioned", None) is False
     return error.sqlstate == NO_RIGHT and not getattr(driver, "needs_tenant", True) and NO_TENANT in str(error)
 
 
@@ -190,9 +194,9 @@ def treat_stale_as_unavailable(engine: Engine) -> None:
 
 
 def _given_up(statement: str | None, error: psycopg.Error) -> OperationalError:
-    """The error for a stale connection. Of those from before row-level security, the process closes all: an attempt that
-    was claimed on a new one must not have to end on one of them."""
-    if error.sqlstate == NO_RIGHT:
+    """The error for a stale connection. Of those from before row-level security or partitions, the process closes all: an attempt
+    that was claimed on a new one must not have to end on one of them."""
+    if error.sqlstate in (NO_RIGHT, NO_UNIQUE_INDEX):
         for engine in list(_engines):
             engine.dispose()
     return OperationalError(statement, None, error, hide_parameters=True, connection_invalidated=True)

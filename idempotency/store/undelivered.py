@@ -13,6 +13,7 @@ from ..wire import keys
 from ..wire.keys import OperationId
 from .answers import Busy, Changed, Completed, Failed, Foreign, Mismatch, why_not
 from .ends import FailedEnd
+from .inserting import InsertOrUpdate, insert_or_update
 from .record import OWN, ROW, SETTINGS, idle_ms, named
 from .statements import execute
 
@@ -40,18 +41,28 @@ _ENDS = f"""r.status = 'released' AND (%(generation)s::int IS NULL OR r.generati
       AND r.fence = (SELECT fence FROM idempotency.records WHERE {ROW} AND status = 'released')"""
 
 # The fence changes, so that late writes of a former holder match nothing.
-_GIVE_UP = f"""
-WITH {SETTINGS}, deliveries AS MATERIALIZED (
-    SELECT {_ELSEWHERE} AS elsewhere
-), given_up AS (
-    INSERT INTO idempotency.records AS r
-        (tenant, task, key, status, fence, attempts, fingerprint, message, queue, error, first_error,
-         error_code, response_code, completed_at, expires_at, service)
-    SELECT %(tenant)s, %(task)s, %(key)s, 'failed', pg_catalog.nextval('idempotency.fence'), 0, %(fingerprint)s,
-           %(message)s, %(queue)s, %(error)s, %(error)s, %(code)s, %(response_code)s, clock_timestamp(),
-           clock_timestamp() + make_interval(secs => %(retention)s), %(service)s
-    FROM settings, deliveries WHERE NOT elsewhere
-    ON CONFLICT (tenant, task, key) DO UPDATE SET
+_GIVEN_UP = InsertOrUpdate(
+    {
+        "tenant": "%(tenant)s",
+        "task": "%(task)s",
+        "key": "%(key)s",
+        "status": "'failed'",
+        "fence": "pg_catalog.nextval('idempotency.fence')",
+        "attempts": "0",
+        "fingerprint": "%(fingerprint)s",
+        "message": "%(message)s",
+        "queue": "%(queue)s",
+        "error": "%(error)s",
+        "first_error": "%(error)s",
+        "error_code": "%(code)s",
+        "response_code": "%(response_code)s",
+        "completed_at": "clock_timestamp()",
+        "expires_at": "clock_timestamp() + make_interval(secs => %(retention)s)",
+        "service": "%(service)s",
+    },
+    source="settings, deliveries",
+    given="NOT elsewhere",
+    changes="""
         status = 'failed', fence = excluded.fence, token = NULL, locked_until = NULL, locked_by = NULL,
         available_at = NULL, error = excluded.error, first_error = coalesce(r.first_error, excluded.error),
         -- `conclude` decides how it ended, in the same transaction
@@ -60,14 +71,20 @@ WITH {SETTINGS}, deliveries AS MATERIALIZED (
             WHEN pg_catalog.jsonb_path_exists(r.effects, '$.* ? (@.kind == "effect" && @.state == "done")') THEN 'unfinished'
             ELSE excluded.error_code END,
         response_code = excluded.response_code, completed_at = clock_timestamp(), expires_at = excluded.expires_at,
-        updated_at = clock_timestamp()
-    WHERE r.fingerprint = ANY(%(fingerprints)s) AND (r.service = %(service)s) IS NOT FALSE
-      AND {_ENDS}
-    RETURNING generation, attempts, first_error, fence, effects, fingerprint
+        updated_at = clock_timestamp()""",
+    condition=f"""r.fingerprint = ANY(%(fingerprints)s) AND (r.service = %(service)s) IS NOT FALSE
+      AND {_ENDS}""",
+    returning="generation, attempts, first_error, fence, effects, fingerprint",
 )
+_DELIVERIES = f"""{SETTINGS}, deliveries AS MATERIALIZED (
+    SELECT {_ELSEWHERE} AS elsewhere
+), """
+_ENDED = """
 SELECT 'given_up' AS answer, generation, attempts, first_error, fence, effects, NULL AS result, NULL AS error,
        fingerprint, NULL AS service
 FROM given_up
+"""
+_OR_WHY_NOT = f"""
 UNION ALL
 SELECT CASE
            WHEN service <> %(service)s THEN 'foreign'
@@ -80,6 +97,7 @@ SELECT CASE
 FROM deliveries LEFT JOIN idempotency.records ON {ROW}
 WHERE NOT EXISTS (SELECT FROM given_up)
 """
+_GIVE_UP, _INSERT, _CHANGE = _GIVEN_UP.statements("given_up", _ENDED, _OR_WHY_NOT, before=_DELIVERIES)
 
 # A copy is acknowledged only after something was flushed, because the record that makes it a copy may not be on disk yet.
 # The row of an earlier generation is settled, so that it does not hide the newer row.
@@ -213,16 +231,17 @@ def give_up(
 
     `Busy`: it is started, or something else will deliver it. Raises `UnknownVersion`, as `claim` does.
     """
-    row = execute(
+    row = insert_or_update(
         connection,
         _GIVE_UP,
+        (_INSERT, _CHANGE),
         dead.parameters()
         | {
             "retention": retention,
             "idle_ms": idle_ms(lease),
         }
         | end.parameters(),
-    ).fetchone()
+    )
     if row is None:
         return Changed()
     if row.answer == "given_up":

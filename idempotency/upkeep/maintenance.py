@@ -23,7 +23,7 @@ from ..errors import AttemptsExhausted, PermanentError
 from ..observe import metrics
 from ..observe.logs import log
 from ..settings import Settings
-from ..store import asleep, ends, letters, sagas, waiters, webhooks
+from ..store import asleep, ends, letters, partitions, sagas, waiters, webhooks
 from ..store import purge as past
 from ..store import recover as recovery
 from ..store.answers import Claimed, claim_of, error_text
@@ -183,13 +183,19 @@ def purge_once(app: Celery, *, limit: int) -> Purged:
     an open dead letter, an unpublished outbox row, or one published within the `redelivery_horizon`. An HTTP request
     that did not end, and that no client repeats, goes after `retention_http`; one that has begun an effect or a step
     fails then, with a dead letter. The audit table is never purged.
+
+    Where the records are in partitions, the missing ones are made, and those that are over are dropped whole.
     """
     runtime = runtime_of(app)
     settings, service = runtime.settings, runtime.settings.service
     letters_kept, horizon = settings.retention_dead_letters, settings.redelivery_horizon
     with runtime.autocommit() as connection:
         deleted_letters, more = past.letters(connection, service, retention=letters_kept, limit=limit)
-        operations, more_operations = past.operations(connection, service, horizon=horizon, limit=limit)
+        dropped, more_partitions, late = partitions.keep_up(
+            connection, service, retention=settings.retention_completed, horizon=horizon, limit=limit
+        )
+        operations, more_operations = past.operations(connection, service, horizon=horizon, limit=limit, late=late)
+        operations += dropped
         abandoned = past.end_abandoned(
             connection,
             service,
@@ -197,7 +203,7 @@ def purge_once(app: Celery, *, limit: int) -> Purged:
             end=lambda names: _end_abandoned(runtime, names),
         )
         requests, more_requests = past.requests(connection, service, retention=settings.retention_http, limit=limit)
-        more, rows = more or more_operations or more_requests, 0
+        more, rows = more or more_partitions or more_operations or more_requests, 0
         for status, retention in (
             ("published", settings.retention_completed),
             ("failed", settings.retention_failed),

@@ -447,6 +447,7 @@ DONE = {"recover": "released", "exhaust": "failed", "purge": None}
         ("purge", "foreign key"),
     ],
 )
+@pytest.mark.plain
 def test_a_row_that_raises_is_set_aside_and_tried_again(
     bank: Celery, connection: Connection, sweep: str, refusal: str
 ) -> None:

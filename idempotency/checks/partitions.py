@@ -1,0 +1,80 @@
+"""Checks of the records' partitions, where there are any: whether they are made ahead, emptied and dropped."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+from sqlalchemy import Connection
+
+from ..settings import Settings
+from ..store import partitions
+from ..store.partitions import WIDTHS, Partitions
+from .findings import Finding, ok, warning
+
+SUBJECT = "database partitions"
+# With more, look-ups cost more than the purge saves.
+MANY = 50
+# What a statement that is planned locks of each partition, itself and its indexes, and how many are planned at once on a busy
+# server: whenever a partition is made or dropped, each connection plans anew.
+LOCKS, AT_ONCE = 16, 20
+
+_ROOM = "SELECT current_setting('max_locks_per_transaction')::int AS each, current_setting('max_connections')::int AS connections"
+
+
+def check_partitions(connection: Connection, given: Settings) -> list[Finding]:
+    """Whether upkeep keeps up with the partitions; nothing for a plain table, or for a role that does no upkeep."""
+    if (rights := partitions.may_keep_up(connection)) is None:
+        return []
+    if not rights:
+        advice = "whoever purges makes and drops them; make the roles again, or grant it (docs/partitions.md)"
+        return [warning(SUBJECT, "this role may not make them", advice)]
+    found = partitions.found(connection)
+    if found is None:
+        return []
+    findings = _ahead(found)
+    if partitions.rests(connection, found):
+        advice = "no partition was there when they came; a relay's purge moves them, those that are running once they have ended"
+        findings.append(warning(SUBJECT, "the default one has records", advice))
+    if len(found.all) > MANY:
+        longer = "take longer ones" if found.width != "week" else "shorten the retentions"
+        advice = f"each look-up asks all of them; {longer}"
+        findings.append(warning(SUBJECT, f"{len(found.all)}, more than {MANY}", advice))
+    findings += _room(connection, len(found.all))
+    findings += _over(found, given.retention_completed)
+    return findings or [ok(SUBJECT, f"{len(found.all)}, by {found.width}")]
+
+
+def _ahead(found: Partitions) -> list[Finding]:
+    if found.last is None or found.last <= found.now:
+        advice = "records go to the default one; a relay's purge makes them; is one running?"
+        return [warning(SUBJECT, "none for the present", advice)]
+    if found.last <= found.wanted - WIDTHS[found.width]:
+        return [
+            warning(SUBJECT, f"none after {found.last:%Y-%m-%d %H:%M}", "a relay's purge makes them; is one running?")
+        ]
+    return []
+
+
+def _room(connection: Connection, many: int) -> list[Finding]:
+    room = connection.exec_driver_sql(_ROOM).one()
+    needed = -(-LOCKS * AT_ONCE * many // room.connections)
+    if room.each >= needed:
+        return []
+    advice = (
+        f"raise it to {needed}: with {many} partitions, plans that are made at once may find no room for their locks"
+    )
+    return [warning("database max_locks_per_transaction", str(room.each), advice)]
+
+
+def _over(found: Partitions, retention: float) -> list[Finding]:
+    """Those that were to be dropped two periods ago. The table of before goes once most of it is past its retention."""
+    since = found.now - timedelta(seconds=retention) - 2 * WIDTHS[found.width]
+    late = [each.name for each in found.all if each.begins_at and each.ends_at and each.ends_at < since]
+    if not late:
+        return []
+    advice = "most of it is still needed, or a transaction holds it; the log of a relay's purge says `partition_stays` if it is refused"
+    return [
+        warning(
+            SUBJECT, f"{late[0]} is past the retention of completed operations, and there are {len(late)} such", advice
+        )
+    ]

@@ -1,0 +1,48 @@
+"""A database whose records are in partitions, and a way to make them old."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from sqlalchemy import Connection, create_engine
+from sqlalchemy.pool import NullPool
+
+from idempotency.store import partitioning, partitions
+
+# As the mover does: nothing is new, and nothing is gone.
+_AGE = """
+SELECT pg_catalog.set_config('idempotency.moving', 'on', true);
+CREATE TABLE IF NOT EXISTS idempotency_partitions.records_before PARTITION OF idempotency.records
+    FOR VALUES FROM (MINVALUE) TO ('2000-01-02 00:00+00');
+UPDATE idempotency.records SET placed_at = '2000-01-01 00:00+00'
+"""
+
+
+def put_into_partitions(database_url: str, width: str = "day") -> None:
+    """Partition the records of a migrated database."""
+    partitioning.partition(create_engine(database_url, poolclass=NullPool), width)
+
+
+def into_the_past(connection: Connection) -> None:
+    """Put all records into a partition that ended long ago. The connection commits each statement."""
+    connection.exec_driver_sql(_AGE)
+    partitions._waiting.clear()
+
+
+@contextmanager
+def purging_drops() -> Iterator[None]:
+    """Each purge finds all records in a partition that ended long ago, and takes what stays behind row by row at once."""
+    keep_up = partitions.keep_up
+
+    def dropping(connection: Connection, *args: Any, **options: Any) -> tuple[int, bool, float]:
+        into_the_past(connection)
+        dropped, more, _ = keep_up(connection, *args, **options)
+        return dropped, more, 0.0
+
+    partitions.keep_up = dropping
+    try:
+        yield
+    finally:
+        partitions.keep_up = keep_up
