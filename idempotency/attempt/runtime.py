@@ -63,8 +63,9 @@ class Runtime:
         self._autocommit_engine = connections.make_engine(
             self.settings,
             # Our statements find rows by key; planning them for each value costs more than running them. A cached plan
-            # made while the tables were empty would scan them once they have grown, so sequential scans are off.
-            session={"plan_cache_mode": "force_generic_plan", "enable_seqscan": "off"},
+            # made while the tables were empty would scan them once they have grown, so sequential scans are off. A plan that
+            # is made although something is off looks so dear that Postgres would compile it, for seconds.
+            session={"plan_cache_mode": "force_generic_plan", "enable_seqscan": "off", "jit": "off"},
             # A claim may wait for a lock for a lease; apart from that, none of our statements takes a minute.
             patience=self.settings.lease + 60.0,
             isolation_level="AUTOCOMMIT",

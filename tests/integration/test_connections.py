@@ -412,3 +412,9 @@ def test_a_callers_transaction_that_is_interrupted_in_a_statement_of_ours_ends_w
         look_up(interrupt=True)
     assert look_up(interrupt=False) is None
     callers.dispose()
+
+
+def test_statements_of_our_own_are_never_compiled(bank: Celery) -> None:
+    """With plans that avoid what is off, whose costs are enormous, a Postgres that has LLVM would compile each, for seconds."""
+    with runtime_of(bank).autocommit("default") as connection:
+        assert connection.exec_driver_sql("SHOW jit").scalar_one() == "off"
