@@ -7,7 +7,7 @@ from datetime import UTC, datetime, timedelta
 from idempotency.relay.resend import resend_lost
 from idempotency.upkeep import alarms, alerts, maintenance, reports
 
-from . import app, reconciliation
+from . import app, disputes, reconciliation
 
 
 @app.task(name="maintenance.recover")
@@ -38,7 +38,7 @@ def reconcile_provider() -> int:
     """
     until = datetime.now(UTC) - reconciliation.SETTLED_AFTER
     reconciliation.ask_about_pending(until)
-    unanswered = reconciliation.hand_over_disputes()
+    unanswered = disputes.hand_over()
     days = reconciliation.days_before(until, reconciliation.WINDOW / timedelta(days=1))
     compared = [reconciliation.reconcile(since, end) for since, end in days]
     unanswered += [why for each in compared for why in each.unanswered]

@@ -1,8 +1,8 @@
 """Reconciling: what the provider says it has moved, against our ledger; each difference is a dead letter that names both sides.
 
-Each difference has an operation that asks both sides again: mend it, and replay the
-letter: the operation completes. `python -m tasks.reconciliation --days 7` shows the differences, and exits with 1 if there are any, or
-with 2 if the provider has not answered everything.
+Each difference has an operation that asks both sides again: mend the difference and replay the letter, and the operation
+completes. `python -m tasks.reconciliation --days 7` shows the differences, and exits with 1 if there are any, or with 2 if
+the provider has not answered everything.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from typing import Any, Literal, get_args
 from rich.console import Console
 from rich.progress import track
 from sqlalchemy import TextClause, text
-from sqlalchemy.exc import NoResultFound, OperationalError
 from sqlalchemy.orm import Session
 
 from idempotency import CallRefused, Defer, IdempotentTask, OperationId, PermanentError
@@ -30,11 +29,11 @@ from idempotency.store import letter_operations, operations
 from idempotency.store.answers import error_fields
 from idempotency.wire import keys
 
-from . import app
+from . import app, disputes
 from .gateway import GatewayError, Moved
 from .outside import gateway
 from .reports import STRIPE
-from .settlement import NOT_THERE, ask_about_refund, assign_dispute, forget_dispute
+from .settlement import NOT_THERE, ask_about_refund
 from .tenants import DEFAULT
 
 Kind = Literal["charge", "refund"]
@@ -86,25 +85,6 @@ _KNOWN = {
 _PENDING_AT_SITE = text(f"""
 SELECT tenant, id FROM refunds
 WHERE is_at_site AND starts_with(id, '{STRIPE}-') AND status IN ('pending', 'reserved', 'unknown') AND created_at < :until
-""")
-# Disputes that are not noted, or not as the payment's that has their charge; and the tenants that have been told of them.
-_ASTRAY = text(f"""
-SELECT p.tenant, p.id AS payment, e.object_id AS id, e.charge_id, array_agg(DISTINCT e.tenant) || p.tenant::text AS tenants
-FROM payment_events e JOIN payments p ON p.gateway = e.gateway AND p.charge_id = e.charge_id
-WHERE e.object = 'dispute' AND e.gateway = '{STRIPE}'
-GROUP BY 1, 2, 3, 4
-HAVING bool_or(NOT e.is_applied) OR NOT EXISTS (
-    SELECT FROM disputes d WHERE (d.tenant, d.gateway, d.id, d.payment_id) = (p.tenant, '{STRIPE}', e.object_id, p.id)
-) OR EXISTS (SELECT FROM disputes d WHERE (d.gateway, d.id) = ('{STRIPE}', e.object_id) AND d.tenant <> p.tenant)
-""")
-# Those that are noted as a payment's which has lost their charge, that no other payment has and no report has named it for.
-_WITHOUT_CHARGE = text(f"""
-SELECT NULL AS payment, d.id, min(e.charge_id) AS charge_id, array_agg(DISTINCT e.tenant) AS tenants
-FROM disputes d JOIN payment_events e ON (e.gateway, e.object, e.object_id) = (d.gateway, 'dispute', d.id)
-WHERE d.gateway = '{STRIPE}'
-  AND NOT EXISTS (SELECT FROM payments p WHERE (p.gateway, p.charge_id) = (e.gateway, e.charge_id))
-GROUP BY d.tenant, d.id, d.payment_id
-HAVING NOT bool_or((e.tenant, e.payment_id) IS NOT DISTINCT FROM (d.tenant, d.payment_id))
 """)
 # Of Stripe's objects. A person may have typed anything else.
 _AN_ID = re.compile(r"[A-Za-z0-9_]{1,255}")
@@ -251,10 +231,8 @@ def reconcile(since: datetime, until: datetime) -> Compared:
             tenant = _known_tenant(each.tenant)
             key = _key_to_tell(session, check_difference.name, tenant, _name_of(each), told=DIFFERS)
             if key is not None:
-                about = {
-                    "kind": each.kind,
-                    "id": each.id,
-                }  # not its name: that becomes known, and is no other difference
+                # not its name: that becomes known, and is no other difference
+                about = {"kind": each.kind, "id": each.id}
                 check_difference.enqueue(session, difference=key, **about, tenant=tenant)
     return compared
 
@@ -272,28 +250,6 @@ def ask_about_pending(until: datetime) -> int:
             if key is not None:
                 ask_about_refund.enqueue(session, refund_id=row.id, tenant=row.tenant, idempotency_key=key)
     return len(pending)
-
-
-def hand_over_disputes() -> list[str]:
-    """Note each dispute of Stripe's as one of the payment that has its charge in our books by now, whichever tenant's.
-
-    A dispute names only its charge, a webhook looks at the books of one tenant, and a person may correct whose a charge is.
-    Charges and refunds need no handing over: each is a difference, with a dead letter. Returns what could not be done.
-    """
-    with Session(runtime_of(app).engine) as session:
-        astray, without_charge = session.execute(_ASTRAY).all(), session.execute(_WITHOUT_CHARGE).all()
-    failed = []
-    for row in [*astray, *without_charge]:
-        try:
-            with runtime_of(app).transaction(*row.tenants) as connection, Session(connection) as session:
-                if row.payment is None:
-                    forget_dispute(session, row.id, row.charge_id)
-                else:
-                    assign_dispute(session, row.id, row.charge_id, (row.tenant, row.payment))
-                session.flush()
-        except (OperationalError, NoResultFound) as error:  # another holds the charge, or has changed it just now
-            failed.append(f"dispute {row.id}: {type(error).__name__}")
-    return failed
 
 
 def days_before(until: datetime, days: float) -> list[tuple[datetime, datetime]]:
@@ -362,7 +318,7 @@ def main(arguments: list[str] | None = None) -> int:
     found: list[Difference] = []
     unanswered: list[str] = []
     ask_about_pending(until)
-    unanswered += hand_over_disputes()
+    unanswered += disputes.hand_over()
     for since, end in track(days_before(until, given.days), "days compared", console=console, disable=given.json):
         compared = reconcile(since, end)
         found += compared.differences

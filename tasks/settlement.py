@@ -62,7 +62,7 @@ def settle(session: Session, report: Report) -> Settled:
     "duplicate": it is known, by its id or by what it says. "waiting": it is kept until we know more, such as a refund of a
     payment that is not known to be captured. Raises `OperationalError` if another holds the charge's lock for too long.
     """
-    _lock(session, report.gateway, report.charge_id)
+    lock_charge(session, report.gateway, report.charge_id)
     report = _with_our_names(session, report)
     if not insert_unless_there(session, PaymentEvent, asdict(report)):
         completed = _completed(session, report)
@@ -117,10 +117,11 @@ def _completed(session: Session, report: Report) -> Report | None:
         setattr(event, name, said)
     event.code = event.code or report.code
     session.flush()
-    return _as_report(event)
+    return as_report(event)
 
 
-def _as_report(event: PaymentEvent) -> Report:
+def as_report(event: PaymentEvent) -> Report:
+    """The report that is kept as this row."""
     return Report(**{name: getattr(event, name) for name in Report.__dataclass_fields__})
 
 
@@ -139,7 +140,7 @@ def _apply(session: Session, report: Report) -> bool:
     payment = _payment_of(session, report)
     if payment is None:
         return False
-    apply = {"charge": _charge, "refund": _refund, "dispute": _dispute}[report.object]
+    apply = {"charge": _charge, "refund": _refund, "dispute": note_dispute}[report.object]
     event = session.get_one(PaymentEvent, (report.tenant, report.gateway, report.event_id))
     event.is_applied = True  # for `settle_later`, it is not one of those that wait
     event.is_applied = apply(session, payment, report)
@@ -186,7 +187,7 @@ def _is_object(report: Report) -> Any:
 def settle_waiting(self: IdempotentTask, gateway: str, charge_id: str) -> int:
     """Apply what was reported of a charge too early: its payment was not captured, or nothing was left to refund."""
     session = self.session
-    _lock(session, gateway, charge_id)
+    lock_charge(session, gateway, charge_id)
     return _apply_waiting(session, self.tenant, gateway, charge_id)
 
 
@@ -213,7 +214,8 @@ def ask_about_refund(self: IdempotentTask, refund_id: str) -> str:
     return settle(self.session, Report(STRIPE, **answer, **about, object_id=there, state=state, code=code))
 
 
-def _lock(session: Session, gateway: str, charge_id: str) -> None:
+def lock_charge(session: Session, gateway: str, charge_id: str) -> None:
+    """Let no other report of this charge be applied until the transaction ends. Raises `OperationalError` if one is for too long."""
     session.execute(_LOCK, {"wait": str(int(WAIT_SECONDS * 1000)), "hold": str(LOCK_SECONDS * 1000)})
     session.execute(_OF_CHARGE, {"charge": f"{gateway} {charge_id}"})
 
@@ -221,7 +223,7 @@ def _lock(session: Session, gateway: str, charge_id: str) -> None:
 def _apply_waiting(session: Session, tenant: str, gateway: str, charge_id: str) -> int:
     """Apply what can be by now; returns how many."""
     waiting = select(PaymentEvent).filter_by(tenant=tenant, gateway=gateway, charge_id=charge_id, is_applied=False)
-    reports = [_as_report(event) for event in session.scalars(waiting.order_by(PaymentEvent.received_at)).all()]
+    reports = [as_report(event) for event in session.scalars(waiting.order_by(PaymentEvent.received_at)).all()]
     return sum(_apply_alone(session, report) for report in reports)
 
 
@@ -324,36 +326,8 @@ def _refund_of(session: Session, payment: Payment, report: Report) -> Refund | N
     return session.get_one(Refund, (id["tenant"], id["id"]), with_for_update=True)
 
 
-def assign_dispute(session: Session, id: str, charge_id: str, payment: tuple[str, str]) -> None:
-    """Note a dispute of Stripe's, with all that was reported of it, as one of this payment's (tenant, id), and of no other's.
-
-    `session` sees all tenants that have been told of it. Raises as `settle` does, and `NoResultFound` if the payment is gone.
-    """
-    _lock(session, STRIPE, charge_id)
-    its = session.get_one(Payment, payment, with_for_update=True)
-    for noted in session.scalars(select(Dispute).filter_by(gateway=STRIPE, id=id)).all():
-        if (noted.tenant, noted.payment_id) != payment:
-            session.delete(noted)
-    session.flush()
-    of_dispute = select(PaymentEvent).filter_by(gateway=STRIPE, object="dispute", object_id=id)
-    for event in session.scalars(of_dispute.order_by(PaymentEvent.occurred_at, PaymentEvent.received_at)).all():
-        report = replace(_as_report(event), tenant=its.tenant)
-        insert_unless_there(session, PaymentEvent, asdict(report))
-        _dispute(session, its, report)
-    for event in session.scalars(of_dispute):
-        event.is_applied = True
-
-
-def forget_dispute(session: Session, id: str, charge_id: str) -> None:
-    """Take back the note of a dispute whose charge no payment has any more; what was reported of it waits."""
-    _lock(session, STRIPE, charge_id)
-    for noted in session.scalars(select(Dispute).filter_by(gateway=STRIPE, id=id)).all():
-        session.delete(noted)
-    for event in session.scalars(select(PaymentEvent).filter_by(gateway=STRIPE, object="dispute", object_id=id)):
-        event.is_applied = False
-
-
-def _dispute(session: Session, payment: Payment, report: Report) -> bool:
+def note_dispute(session: Session, payment: Payment, report: Report) -> bool:
+    """Keep a dispute of a payment as it was reported last; what is won or lost stays so."""
     values = {
         "tenant": payment.tenant,
         "gateway": report.gateway,

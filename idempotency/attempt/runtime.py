@@ -64,7 +64,7 @@ class Runtime:
             self.settings,
             # Our statements find rows by key; planning them for each value costs more than running them. A cached plan
             # made while the tables were empty would scan them once they have grown, so sequential scans are off. A plan that
-            # is made although something is off looks so dear that Postgres would compile it, for seconds.
+            # has to use what is off gets an enormous cost, for which Postgres would compile it first.
             session={"plan_cache_mode": "force_generic_plan", "enable_seqscan": "off", "jit": "off"},
             # A claim may wait for a lock for a lease; apart from that, none of our statements takes a minute.
             patience=self.settings.lease + 60.0,
@@ -94,7 +94,7 @@ class Runtime:
         # For handles that are awaited. Not asyncio's own threads, which also resolve names: a Postgres that does not
         # answer must not use them up.
         self.readers = DaemonThreads(READERS, "idempotency-reader")
-        # Apart from them: a place of large results that is slow must hold up nobody who asks for a status.
+        # Separate, so that a slow place of large results delays nobody who asks for a status.
         self.fetchers = DaemonThreads(FETCHERS, "idempotency-fetcher")
         self.heartbeat = Heartbeat(
             self._renew,

@@ -26,7 +26,7 @@ def check_partitions(connection: Connection, given: Settings) -> list[Finding]:
     if (rights := partitions.may_keep_up(connection)) is None:
         return []
     if not rights:
-        advice = "whoever purges makes and drops them; make the roles again, or grant it (docs/partitions.md)"
+        advice = "the role that purges has to make and drop them: run `migrate --roles` again, or grant it (docs/partitions.md)"
         return [warning(SUBJECT, "this role may not make them", advice)]
     found = partitions.found(connection)
     if found is None:

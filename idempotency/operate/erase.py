@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -73,15 +72,24 @@ def _delete(store: ObjectStore | None, names: Sequence[str]) -> list[str]:
     if store is None:
         return not_found
     for name in names:
+        if _is_gone(store, name):
+            not_found.append(name)
+            continue
         try:
-            with suppress(Exception):  # one that may be deleted and not read is deleted
-                try:
-                    store.get(name, 1)
-                except KeyError:
-                    not_found.append(name)
             store.delete([name])
         except Exception as error:  # nothing refers to it any more: then the next sweep deletes it
             log.warning("erased_object_left", object=name, error=type(error).__name__)
     if not_found:
         log.warning("erased_objects_not_found", objects=", ".join(not_found))
     return not_found
+
+
+def _is_gone(store: ObjectStore, name: str) -> bool:
+    """Whether the place has no such object; one that may be deleted there and not read counts as there."""
+    try:
+        store.get(name, 1)
+    except KeyError:
+        return True
+    except Exception:
+        return False
+    return False

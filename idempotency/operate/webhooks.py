@@ -114,9 +114,8 @@ def redeliver(app: Celery, change: Change, id: str) -> int:
     """Deliver again, under the same id, what was delivered or given up; what waits for its next attempt, now.
 
     Returns the number of the redelivery, which stays if the delivery still waited. An attempt that is made now is one of
-    `ATTEMPTS`. Raises
-    `OperationNotFound`, and `ChangeRefused` for one that was erased, that is being attempted, that only the replay of a dead
-    letter would deliver, or whose endpoint is not enabled.
+    `ATTEMPTS`. Raises `OperationNotFound`, and `ChangeRefused` for one that was erased, that is being attempted, that only the
+    replay of a dead letter would deliver, or whose endpoint is not enabled.
     """
     app.loader.import_default_modules()
     runtime = runtime_of(app)

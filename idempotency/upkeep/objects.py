@@ -15,8 +15,8 @@ def sweep(app: Celery) -> int:
 
     Such objects are left by purged or erased records, and by attempts that ended between the put and the commit. Nothing is deleted
     in its first day, or twice the longest run if that is more: an attempt's commit may still come. Lists the whole place,
-    so run it a few times a day. What cannot be deleted holds up nothing else. Raises
-    what the store raises: of a listing at once, of deletions the first error, at the end.
+    so run it a few times a day. What cannot be deleted holds up nothing else. Raises what the store raises: of a
+    listing at once, of deletions the first error, at the end.
     """
     runtime = runtime_of(app)
     store, deleted, failed = runtime.settings.large_results_at, 0, None

@@ -414,7 +414,12 @@ def test_a_callers_transaction_that_is_interrupted_in_a_statement_of_ours_ends_w
     callers.dispose()
 
 
-def test_statements_of_our_own_are_never_compiled(bank: Celery) -> None:
-    """With plans that avoid what is off, whose costs are enormous, a Postgres that has LLVM would compile each, for seconds."""
+def test_statements_of_our_own_are_never_compiled(bank: Celery, engine: Engine) -> None:
+    """A plan that has to use what is off has an enormous cost, for which a Postgres with LLVM would compile it."""
+    with engine.connect() as connection:
+        connection.execute(text(f"ALTER DATABASE {engine.url.database} SET jit = on"))
+    close_runtime(bank)
+    with runtime_of(bank).engine.connect() as connection:
+        assert connection.exec_driver_sql("SHOW jit").scalar_one() == "on"  # of bodies, as the database has it
     with runtime_of(bank).autocommit("default") as connection:
         assert connection.exec_driver_sql("SHOW jit").scalar_one() == "off"

@@ -59,10 +59,10 @@ def dispute_of(charge: str, state: str = "needs_response", days: int = 0, **abou
 
 
 def hand_over(shop: Shop) -> list[str]:
-    from tasks import reconciliation
+    from tasks import disputes
 
     with shop.operating(RELAY):
-        return reconciliation.hand_over_disputes()
+        return disputes.hand_over()
 
 
 def noted(shop: Shop, charge: str) -> list[tuple[Any, ...]]:
@@ -158,7 +158,7 @@ def test_one_whose_charge_is_locked_holds_up_nothing_else(shop: Shop, gateway: A
     for each in (locked, charge):
         keep(shop, dispute_of(each), "t-else")
     with shop.transaction() as session:
-        settlement._lock(session, "stripe", locked)
+        settlement.lock_charge(session, "stripe", locked)
         with shop.operating(RELAY), pytest.raises(RuntimeError, match=f"dispute dp{locked}: OperationalError"):
             maintenance.reconcile_provider()
     assert noted(shop, charge) == [("default", order, "needs_response", 400)]
@@ -206,11 +206,11 @@ def test_a_name_that_becomes_known_before_the_check_has_run_is_no_second_letter(
 def test_a_report_that_comes_while_its_dispute_is_handed_over_is_taken(
     shop: Shop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tasks import reconciliation, settlement
+    from tasks import disputes, settlement
 
     order, charge = captured(shop)
     keep(shop, dispute_of(charge), "t-else")
-    assign = settlement.assign_dispute
+    assign = disputes.assign
 
     def then_assign(session: Any, *args: Any) -> None:
         late = replace(dispute_of(charge, "lost", days=9), tenant="t-else")
@@ -220,7 +220,7 @@ def test_a_report_that_comes_while_its_dispute_is_handed_over_is_taken(
         assign(session, *args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(reconciliation, "assign_dispute", then_assign)
+        patch.setattr(disputes, "assign", then_assign)
         assert hand_over(shop) == []
     assert noted(shop, charge) == [("default", order, "lost", 400)]
 

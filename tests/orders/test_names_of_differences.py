@@ -8,14 +8,13 @@ from uuid import uuid4
 import pytest
 from sqlalchemy import text
 
-from idempotency.application import runtime_of
 from idempotency.operate import discard
 from idempotency.operate.people import Person
 from idempotency.operate.replay import replay
 from tests.orders.shop import Shop
 from tests.orders.test_reconciliation import found, paid
 from tests.orders.test_refunds_of_others import submit
-from tests.support.operators import ANN
+from tests.support.operators import ANN, act
 
 
 @pytest.fixture(autouse=True)
@@ -23,10 +22,17 @@ def _fresh(shop: Shop) -> None:
     shop.forget()
 
 
-def letters(shop: Shop, made: str) -> list[tuple[str, str]]:
+def told(shop: Shop, id: str) -> list[tuple[str, str]]:
+    """The letters about an object of the provider's."""
     query = "SELECT reason, status FROM idempotency.dead_letters WHERE key LIKE :key ORDER BY id"
     with shop.books.connect() as connection:
-        return [tuple(row) for row in connection.execute(text(query), {"key": f"refund:{made}:%"})]
+        return [tuple(row) for row in connection.execute(text(query), {"key": f"%:{id}:%"})]
+
+
+def discarded(shop: Shop, letter: int) -> None:
+    with shop.operating():
+        act(shop.app, discard.request, Person("ann", "operator"), letter, "seen to next week")
+        act(shop.app, discard.approve, Person("ben", "admin"), letter)
 
 
 def test_a_difference_that_has_another_name_the_next_day_has_no_second_letter(shop: Shop, gateway: Any) -> None:
@@ -40,25 +46,20 @@ def test_a_difference_that_has_another_name_the_next_day_has_no_second_letter(sh
     ]
     assert found(shop)[made] == ("100 EUR", None)
     shop.run()
-    assert letters(shop, made) == [("ledger_differs", "open")]
+    assert told(shop, made) == [("ledger_differs", "open")]
     submit(shop, name, "p-forgotten", 100)
     shop.run()
     assert found(shop)[made] == ("100 EUR", None)
     shop.run()
-    assert letters(shop, made) == [("ledger_differs", "open")]
+    assert told(shop, made) == [("ledger_differs", "open")]
 
     query = "SELECT id FROM idempotency.dead_letters WHERE key LIKE :key AND reason = 'ledger_differs'"
     letter = shop.one(query, key=f"refund:{made}:%")[0]
-    with shop.operating():
-        engine = runtime_of(shop.app).engine
-        with engine.begin() as connection:
-            discard.request(connection, Person("ann", "operator"), letter, "seen to next week")
-        with engine.begin() as connection:
-            discard.approve(connection, Person("ben", "admin"), letter, app=shop.app)
+    discarded(shop, letter)
     for _ in range(3):  # the next days
         assert found(shop)[made] == ("100 EUR", None)
         shop.run()
-    assert letters(shop, made) == [("ledger_differs", "discarded"), ("ledger_differs", "open")]
+    assert told(shop, made) == [("ledger_differs", "discarded"), ("ledger_differs", "open")]
 
 
 @pytest.mark.parametrize("given_back", [True, False])
@@ -144,15 +145,11 @@ def test_a_letter_about_another_call_hides_no_difference(shop: Shop, gateway: An
     with shop.transaction() as session:
         reconciliation.check_difference.enqueue(session, difference=key, kind="charge", id="pi_another")
     shop.run()
-    with shop.operating():
-        engine = runtime_of(shop.app).engine
-        with engine.begin() as connection:
-            discard.request(connection, Person("ann", "operator"), letter, "seen to next week")
-        with engine.begin() as connection:
-            discard.approve(connection, Person("ben", "admin"), letter, app=shop.app)
+    discarded(shop, letter)
     assert charge in found(shop)
     shop.run()
-    with shop.books.connect() as connection:
-        told = "SELECT reason, status FROM idempotency.dead_letters WHERE key LIKE :key ORDER BY id"
-        letters = [tuple(row) for row in connection.execute(text(told), {"key": f"charge:{charge}:%"})]
-    assert letters == [("ledger_differs", "discarded"), ("fingerprint_mismatch", "open"), ("ledger_differs", "open")]
+    assert told(shop, charge) == [
+        ("ledger_differs", "discarded"),
+        ("fingerprint_mismatch", "open"),
+        ("ledger_differs", "open"),
+    ]

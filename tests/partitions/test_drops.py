@@ -311,3 +311,17 @@ def test_claims_go_on_while_partitions_are_dropped(bank: Celery, engine: Engine,
 
     assert sum(at_once(4, act)) == len(ids)
     assert connection.exec_driver_sql("SELECT count(*) FROM idempotency.records").scalar_one() == len(ids)
+
+
+def test_what_cannot_be_moved_as_a_whole_is_not_moved(connection: Connection) -> None:
+    """A key with a record in two partitions, which cannot be: the one would be deleted, and not be put where the other is."""
+    id = completed(connection).id
+    into_the_past(connection)
+    connection.exec_driver_sql("ALTER TABLE idempotency.records DISABLE TRIGGER insert_once")
+    columns = "tenant, task, key, status, fence, fingerprint, message, queue, service, completed_at, expires_at, response_code, result"
+    connection.exec_driver_sql(f"INSERT INTO idempotency.records ({columns}) SELECT {columns} FROM idempotency.records")
+    connection.exec_driver_sql("ALTER TABLE idempotency.records ENABLE TRIGGER insert_once")
+    fields = {"partition": OLD, "tenants": [id.tenant], "tasks": [id.task], "keys": [id.key]}
+    with pytest.raises(DBAPIError, match="of 1 operations only 0 could be moved"):
+        connection.exec_driver_sql(partitions._MOVE, fields)
+    assert connection.exec_driver_sql("SELECT count(*) FROM idempotency.records").scalar_one() == 2

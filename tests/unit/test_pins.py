@@ -66,6 +66,8 @@ def test_the_image_has_all_that_the_application_needs(pins: ModuleType) -> None:
 def test_what_installs_demands_hashes() -> None:
     for path in ("scripts/bootstrap", "scripts/with-versions", "Dockerfile", "Makefile"):
         text = (ROOT / path).read_text().replace("\\\n", " ")
-        installs = [line for line in text.splitlines() if re.search(r"pip install.*--requirement", line)]
-        assert installs, path
-        assert all("--require-hashes" in line for line in installs), path
+        installs = [line for line in text.splitlines() if re.search(r"pip install", line)]
+        assert any("--requirement" in line for line in installs), path
+        # what `make bench` and `make ecosystem` add is pinned, and not compared
+        compared = [line for line in installs if path != "Makefile" or "--constraint constraints.txt" not in line]
+        assert all("--require-hashes" in line or "--no-deps" in line for line in compared), path

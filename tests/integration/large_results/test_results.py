@@ -202,41 +202,10 @@ def test_a_process_without_the_setting_says_what_is_missing(bank: Celery, direct
         _ = lookup(bank, task.name, "e0").result
 
 
-def test_while_it_is_fetched_an_event_loop_goes_on(
+def test_an_event_loop_that_fetches_holds_up_nobody_else(
     bank: Celery, directory: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The place answers only once the loop has done something else."""
-    task = make_task(bank, body, key="{account}")
-    task.apply(("e0",))
-    went_on = threading.Event()
-    kind: Any = type(place_of(bank))
-    get = kind.get
-
-    def slow(self: Any, name: str, at_most: int) -> Any:
-        assert went_on.wait(30)
-        went_on.clear()
-        return get(self, name, at_most)
-
-    monkeypatch.setattr(kind, "get", slow)
-    handle: Any = Handle(bank, op.operation(task, "e0"))
-
-    async def both(asking: Any) -> Any:
-        async with asyncio.TaskGroup() as group:
-            asked = group.create_task(asking)
-            await asyncio.sleep(0.2)
-            went_on.set()
-        return asked.result()
-
-    async def of(handle: Any) -> Any:
-        return await handle
-
-    assert asyncio.run(both(of(handle))) == large()
-
-
-def test_who_asks_for_a_status_does_not_wait_for_a_place(
-    bank: Celery, directory: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nor does what else needs threads of the event loop, such as the look-up of a name."""
+    """Neither who asks for a status, nor what needs threads of the event loop, such as the look-up of a name."""
     task = make_task(bank, body, key="{account}")
     task.apply(("e0",))
     answers = threading.Event()
