@@ -255,7 +255,8 @@ def bank(environment: dict[str, str]) -> Iterator[Celery]:
 def delete_queue(environment: dict[str, str]) -> None:
     from tests.support import bank
 
-    with bank.app.connection_for_write() as connection:
+    # beside other work, RabbitMQ may take longer to answer than Celery's default of 4 s
+    with bank.app.connection_for_write(connect_timeout=60) as connection:
         for name in (environment["BANK_QUEUE"], f"{environment['BANK_QUEUE']}-dead"):
             channel = connection.default_channel
             channel.queue_delete(name)
