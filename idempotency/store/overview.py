@@ -113,7 +113,12 @@ WHERE (service = %(service)s) IS NOT FALSE
 GROUP BY queue, task
 """
 
-_PAGES = "SELECT pg_relation_size('idempotency.records') / current_setting('block_size')::int"
+# of a plain table, or of its partitions
+_PAGES = """
+SELECT ((pg_relation_size('idempotency.records') + coalesce(sum(pg_relation_size(inhrelid)), 0))
+        / current_setting('block_size')::int)::bigint
+FROM pg_catalog.pg_inherits WHERE inhparent = 'idempotency.records'::regclass
+"""
 _ENDED = """
 SELECT task, status, count(*) AS operations FROM idempotency.records TABLESAMPLE SYSTEM (%(percent)s)
 WHERE status IN ('completed', 'failed') AND (service = %(service)s) IS NOT FALSE GROUP BY task, status

@@ -44,12 +44,18 @@ ENQUEUE = """INSERT INTO idempotency.outbox (message_id, tenant, task, key, fing
 PUBLISH = """UPDATE idempotency.outbox SET status = 'published', published_at = clock_timestamp()
     WHERE :row AND status = 'pending'"""
 SETTLE = "UPDATE idempotency.outbox SET settled_at = clock_timestamp() WHERE :row AND status = 'published'"
-CLAIM = """INSERT INTO idempotency.records AS r (tenant, task, key, status, fence, token, locked_until, locked_by,
-    fingerprint, message) VALUES (:tenant, :task, :key, 'started', nextval('idempotency.fence'),
-    gen_random_uuid()::text, clock_timestamp() + interval '1 min', 'h|b|n|7|1', 'f', '{"m": 1}')
-    ON CONFLICT (tenant, task, key) DO UPDATE SET status = 'started', fence = excluded.fence,
-    token = excluded.token, attempts = r.attempts + 1, locked_until = excluded.locked_until,
-    locked_by = excluded.locked_by, available_at = NULL, completed_at = NULL, expires_at = NULL, result = NULL"""
+# MERGE, because a table in partitions takes no ON CONFLICT
+CLAIM = """MERGE INTO idempotency.records r USING (
+        SELECT CAST(:tenant AS text), CAST(:task AS text), CAST(:key AS text), nextval('idempotency.fence'),
+               gen_random_uuid()::text, clock_timestamp() + interval '1 min'
+    ) claim (tenant, task, key, fence, token, until)
+    ON (r.tenant, r.task, r.key) = (claim.tenant, claim.task, claim.key)
+    WHEN MATCHED THEN UPDATE SET status = 'started', fence = claim.fence, token = claim.token,
+        attempts = r.attempts + 1, locked_until = claim.until, locked_by = 'h|b|n|7|1', available_at = NULL,
+        completed_at = NULL, expires_at = NULL, result = NULL
+    WHEN NOT MATCHED THEN INSERT (tenant, task, key, status, fence, token, locked_until, locked_by, fingerprint, message)
+        VALUES (claim.tenant, claim.task, claim.key, 'started', claim.fence, claim.token, claim.until, 'h|b|n|7|1', 'f',
+                '{"m": 1}')"""
 DEPOSIT = "INSERT INTO entries (account, amount) VALUES (:key, 1)"
 COMPLETE = """UPDATE idempotency.records SET status = 'completed', result = '{"ok": 1}', response_code = 200,
     completed_at = clock_timestamp(), locked_until = NULL, available_at = NULL, token = 't', locked_by = 'h|b|n|7|1',

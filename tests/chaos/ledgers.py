@@ -54,7 +54,7 @@ $$;
 CREATE FUNCTION ledger.note() RETURNS trigger LANGUAGE plpgsql AS $$
 BEGIN
     INSERT INTO ledger.changes (book, verb, old, new) VALUES (
-        TG_TABLE_NAME, TG_OP,
+        CASE TG_TABLE_SCHEMA WHEN 'idempotency_partitions' THEN 'records' ELSE TG_TABLE_NAME END, TG_OP,
         CASE WHEN TG_OP <> 'INSERT' THEN ledger.short(to_jsonb(OLD), TG_ARGV::text[]) END,
         CASE WHEN TG_OP <> 'DELETE' THEN ledger.short(to_jsonb(NEW), TG_ARGV::text[]) END);
     RETURN NULL;

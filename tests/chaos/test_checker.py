@@ -321,7 +321,13 @@ BROKEN: dict[str, tuple[str, list[tuple[str, ...]], list[Accepted], dict[str, An
     ),
     "a record that begins in its second generation": (
         "I1",
-        [(CLAIM.replace("key, status", "key, generation, status").replace(":key, 'started'", ":key, 2, 'started'"),)],
+        [
+            (
+                CLAIM.replace("key, status", "key, generation, status").replace(
+                    "claim.key, 'started'", "claim.key, 2, 'started'"
+                ),
+            )
+        ],
         [deposited()],
         {"drained": False},
     ),

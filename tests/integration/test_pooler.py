@@ -133,6 +133,7 @@ def test_our_lock_timeout_holds_behind_a_pooler(pooled: Celery, engine: Engine) 
     settings = settings_of(pooled).model_copy(update={"lease": 0.1})
     with runtime_of(pooled).autocommit() as connection:
         held = op.started(connection)
+        op.age(connection, held.id, locked_until=-1)  # in partitions, a claim does not wait to hear that it is held
     waiting = connections.make_engine(settings, isolation_level="AUTOCOMMIT")
     with (
         engine.connect().execution_options(isolation_level="READ COMMITTED") as holder,

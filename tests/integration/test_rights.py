@@ -69,6 +69,7 @@ def poor(role: str, database: str, configured: Celery) -> Iterator[Celery]:
     close_runtime(configured)
 
 
+@pytest.mark.plain  # of partitions, the grants are on a page of their own
 def test_the_grants_of_the_page_are_all_that_work_needs(
     poor: Celery, connection: Connection, deliveries: Deliveries
 ) -> None:

@@ -148,6 +148,7 @@ def test_a_migration_builds_an_index_on_every_partition(plain: str, connection: 
 # ---------------------------------------------------------------- roles
 
 
+@pytest.mark.plain  # it makes rows old by itself
 @pytest.mark.parametrize("first", ["roles", "partitions"])
 def test_a_relay_keeps_up_with_partitions_and_the_application_cannot(
     plain: str, connection: Connection, first: str

@@ -137,6 +137,7 @@ def test_other_arguments_are_refused_in_every_state_and_touch_nothing(
     assert not isinstance(claim(connection, held.id), Mismatch)
 
 
+@pytest.mark.plain  # in partitions, a second statement reads
 def test_a_claim_whose_reading_missed_the_row_is_asked_again(connection: Connection, engine: Engine) -> None:
     id = new_id()
     answers: list[Answer] = []
@@ -173,6 +174,7 @@ def wait_for_a_blocked_statement(connection: Connection) -> None:
     eventually(lambda: connection.execute(blocked).scalar_one(), timeout=10, what="a statement that waits for a lock")
 
 
+@pytest.mark.plain  # in partitions, a takeover's lease counts from when it asked, as its holder counts it
 def test_a_claim_that_waited_for_a_lock_gets_its_whole_lease(connection: Connection, engine: Engine) -> None:
     # now() would be the time before the wait
     held = expired(connection)
