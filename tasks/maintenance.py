@@ -7,7 +7,7 @@ from datetime import UTC, datetime, timedelta
 from idempotency.relay.resend import resend_lost
 from idempotency.upkeep import alarms, alerts, maintenance, reports
 
-from . import app, disputes, reconciliation
+from . import app, reconciliation
 
 
 @app.task(name="maintenance.recover")
@@ -31,14 +31,12 @@ def purge() -> int:
 # A list of many charges takes longer than a payment.
 @app.task(name="maintenance.reconcile_provider", soft_time_limit=3 * 3600, time_limit=3 * 3600 + 60)
 def reconcile_provider() -> int:
-    """Compare the last month of the provider with the ledger, after asking about pending refunds and handing over disputes that
-    were kept for another tenant. Returns how many objects differ.
+    """Compare the last month of the provider with the ledger, after what waits was looked at again. Returns how many objects differ.
 
     Raises `RuntimeError` at its end if questions had no answer: what they were about is compared the next day.
     """
     until = datetime.now(UTC) - reconciliation.SETTLED_AFTER
-    reconciliation.ask_about_pending(until)
-    unanswered = disputes.hand_over()
+    unanswered = reconciliation.prepare(until)
     days = reconciliation.days_before(until, reconciliation.WINDOW / timedelta(days=1))
     compared = [reconciliation.reconcile(since, end) for since, end in days]
     unanswered += [why for each in compared for why in each.unanswered]

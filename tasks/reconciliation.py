@@ -17,6 +17,7 @@ from datetime import UTC, datetime, timedelta
 from hashlib import sha256
 from itertools import count
 from typing import Any, Literal, get_args
+from uuid import uuid4
 
 from rich.console import Console
 from rich.progress import track
@@ -33,7 +34,7 @@ from . import app, disputes
 from .gateway import GatewayError, Moved
 from .outside import gateway
 from .reports import STRIPE
-from .settlement import NOT_THERE, ask_about_refund
+from .settlement import NOT_THERE, ask_about_refund, settle_waiting
 from .tenants import DEFAULT
 
 Kind = Literal["charge", "refund"]
@@ -85,6 +86,12 @@ _KNOWN = {
 _PENDING_AT_SITE = text(f"""
 SELECT tenant, id FROM refunds
 WHERE is_at_site AND starts_with(id, '{STRIPE}-') AND status IN ('pending', 'reserved', 'unknown') AND created_at < :until
+""")
+# What was reported of a charge in our books and is not applied: it may have come while the charge was being noted.
+_WAITING = text("""
+SELECT DISTINCT e.tenant, e.gateway, e.charge_id FROM payment_events e
+JOIN payments p ON (p.tenant, p.gateway, p.charge_id) = (e.tenant, e.gateway, e.charge_id)
+WHERE NOT e.is_applied AND e.received_at < :until
 """)
 # Of Stripe's objects. A person may have typed anything else.
 _AN_ID = re.compile(r"[A-Za-z0-9_]{1,255}")
@@ -237,6 +244,25 @@ def reconcile(since: datetime, until: datetime) -> Compared:
     return compared
 
 
+def prepare(until: datetime) -> list[str]:
+    """Before it is compared: have what was reported before and waits looked at again, pending refunds asked about, and disputes
+    handed over. Returns what could not be done."""
+    settle_waiting_before(until)
+    ask_about_pending(until)
+    return disputes.hand_over()
+
+
+def settle_waiting_before(until: datetime) -> int:
+    """Have each report of a charge in our books that was received before, and waits, looked at again. Returns of how many charges."""
+    with Session(runtime_of(app).engine) as session:
+        waiting = session.execute(_WAITING, {"until": until}).all()
+    for row in waiting:
+        about = {"gateway": row.gateway, "charge_id": row.charge_id, "tenant": row.tenant}
+        with Session(runtime_of(app).engine) as session, session.begin():
+            settle_waiting.enqueue(session, **about, idempotency_key=str(uuid4()))
+    return len(waiting)
+
+
 def ask_about_pending(until: datetime) -> int:
     """Have the provider asked about each refund that was made at its site before, and of which no webhook has told the end.
 
@@ -316,9 +342,7 @@ def main(arguments: list[str] | None = None) -> int:
     until = datetime.now(UTC) - SETTLED_AFTER
     console = Console(stderr=True)
     found: list[Difference] = []
-    unanswered: list[str] = []
-    ask_about_pending(until)
-    unanswered += disputes.hand_over()
+    unanswered = prepare(until)
     for since, end in track(days_before(until, given.days), "days compared", console=console, disable=given.json):
         compared = reconcile(since, end)
         found += compared.differences

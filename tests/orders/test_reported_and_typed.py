@@ -116,6 +116,30 @@ def test_a_pending_refund_of_the_site_whose_failure_no_webhook_tells_is_asked_ab
     assert (row_of(shop, all_of_it)[0], posted_net(shop, order)) == ("refunded", 0)
 
 
+def test_a_refund_of_the_site_that_is_told_while_its_charge_is_noted_is_applied_within_a_day(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The report sees no charge in the books yet, and the commit that brings it there does not see the report."""
+    from tasks import reconciliation
+    from tasks.reported import settle_later
+
+    order, told = shop.order(), []
+
+    def crossing(session: Any, payment: Any) -> None:
+        settle_later(session, payment)
+        about = {"object": "refund", "charge_id": payment.charge_id, "amount": 300}
+        told.append(settle(shop, report(f"re_{uuid4().hex}", "succeeded", None, **about)))  # commits before this does
+
+    monkeypatch.setattr("tasks.payments.settle_later", crossing)
+    shop.run()
+    assert told == [["waiting"]]
+    assert posted_net(shop, order) == 1000
+    with shop.operating(RELAY):
+        assert reconciliation.settle_waiting_before(datetime.now(UTC) + timedelta(seconds=5)) == 1
+    shop.run()
+    assert posted_net(shop, order) == 700
+
+
 def ask(shop: Shop) -> None:
     """As the daily reconciliation does."""
     from tasks import reconciliation
