@@ -26,6 +26,7 @@ from .unreachable import TIMEOUT
 
 # gen_random_uuid() without an extension
 OLDEST_POSTGRES = 13
+RIGHTS_ON = "database rights on"
 # PgBouncer's answer to BEGIN in its mode for single statements.
 STATEMENT_MODE = "statement pooling mode"
 
@@ -67,8 +68,10 @@ def _check_database(given: Settings) -> list[Finding]:
     )
     use_checked_connections(engine, patience=None, set_local="")  # with what a pooler refuses left out
     with engine.connect() as connection:
-        findings = [*_database(connection), *_tables(connection), *_wall(connection), *_frameworks(connection)]
-        findings += [*_role(connection), *_path(connection)]
+        findings = [*_database(connection), *_tables(connection)]
+        if any(each.subject == f"{RIGHTS_ON} schema {schema.SCHEMA}" for each in findings):
+            return findings  # what follows would be refused
+        findings += [*_wall(connection), *_frameworks(connection), *_role(connection), *_path(connection)]
         if all(each.level is Level.OK for each in findings if each.subject.startswith("database schema")):
             findings += check_partitions(connection, given)
     if any(finding.subject == "database default_transaction_isolation" for finding in findings):
@@ -114,10 +117,10 @@ def _frameworks(connection: Connection) -> list[Finding]:
 def _tables(connection: Connection) -> list[Finding]:
     """Whether the tables are of this version, and whether this role may use them."""
     lacking = [
-        warning(f"database rights on {row.name}", f"no {row.missing}", "only operators' commands need it")
+        warning(f"{RIGHTS_ON} {row.name}", f"no {row.missing}", "only operators' commands need it")
         if row.for_people
         else refusal(
-            f"database rights on {row.name}", f"no {row.missing}", "every delivery would wait for it; grant it"
+            f"{RIGHTS_ON} {row.name}", f"no {row.missing}", "every delivery would wait for it; grant it"
         )
         for row in rights.missing_rights(connection)
     ]

@@ -17,6 +17,7 @@ from idempotency.application import close_runtime, settings_of
 from idempotency.checks.findings import Level
 from idempotency.checks.postgres import _tables, check_database
 from idempotency.relay.relay import Relay
+from idempotency.settings import Settings
 from idempotency.store.rights import FOR_PEOPLE
 from tests.support import bank as b
 from tests.support.deliveries import Deliveries
@@ -106,4 +107,7 @@ def test_every_right_that_is_missing_is_named(poor: Celery, role: str, connectio
             connection.execute(text(f"GRANT {right} ON {kind} {name} TO {role}"))
         connection.execute(text(f"REVOKE USAGE ON SCHEMA idempotency FROM {role}"))
         assert "database rights on schema idempotency: no USAGE" in str(_tables(session)[0])
+    # nothing is asked of a schema that may not be used, so that this is what a start is refused with
+    found = check_database(Settings.read({"database_url": own.url.render_as_string(hide_password=False)}))
+    assert "database rights on schema idempotency" in [each.subject for each in found if each.level is Level.REFUSAL]
     own.dispose()
