@@ -21,7 +21,7 @@ from .store import operations, waking
 from .store.answers import error_fields
 from .store.callers import Caller, in_transaction_of
 from .wire import references, results
-from .wire.keys import OperationId, fingerprint_version
+from .wire.keys import OperationId, check_key, fingerprint_version
 
 # Seconds between two reads of the record. Most operations end within a few; for the others, a pause that grows with the
 # time waited delays the answer by at most half of it, and a hundred waiters cost Postgres a hundred reads a second.
@@ -112,10 +112,20 @@ class Handle(Generic[R_co]):
     def status(self) -> str:
         """How far it is: "accepted" before the first attempt, then "started", "released", "completed" or "failed".
 
-        A key that nobody has enqueued cannot be told from an accepted one.
+        "not_found": nothing is stored. It was never enqueued, or that is not committed or was rolled back, or it ended and was
+        purged; or its message went past the outbox, by `delay`, and waits in the broker.
         """
         operation = self.lookup()
+        if operation is None and not self._waits():
+            operation = self._read()  # it may have begun, and even ended, between the two
+            if operation is None:
+                return "not_found"
         return "accepted" if operation is None else operation.status
+
+    def _waits(self) -> bool:
+        runtime = runtime_of(self.app)
+        with runtime.autocommit(self.id.tenant) as connection:
+            return operations.accepted(connection, self.id, runtime.settings.service) is not None
 
     def wake(self, session: Caller) -> None:
         """Let an operation that waits for a provider (`Undecided`) ask again, once the session commits.
@@ -213,8 +223,11 @@ def _result_of(operation: StoredOperation[R_co]) -> R_co:
 
 
 def lookup(app: Celery, task: str, key: str, *, tenant: str | None = None) -> StoredOperation:
-    """Read an operation by its task's name and its key; `tenant` defaults to the setting. Raises `OperationNotFound`."""
-    id = OperationId(tenant or runtime_of(app).settings.tenant, task, key)
+    """Read an operation by its task's name and its key; `tenant` defaults to the setting.
+
+    Raises `OperationNotFound`, and `InvalidKey` for a key that none can have.
+    """
+    id = OperationId(tenant or runtime_of(app).settings.tenant, task, check_key(key, field="key"))
     stored = Handle(app, id).lookup()
     if stored is None:
         raise OperationNotFound(f"{task}: no operation has this key")

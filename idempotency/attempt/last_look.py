@@ -53,10 +53,15 @@ def take_last_look(attempt: Attempt, body: Callable[[Attempt], Any], end: Perman
         # Postgres is to blame: a look that could not be taken decides nothing.
         raise Defer(LOOK_PAUSE, f"the last look met {describe(error)}") from error
     except Exception as error:
-        raise end from error
+        raise _because_of(error, end) from error
     if attempt.stopped or attempt.passed_over("begun"):
         raise end  # the body swallowed the error over a new effect, or did not reach one of unknown outcome
     return result
+
+
+def _because_of(error: Exception, end: PermanentError) -> PermanentError:
+    """The end with what the body has met: nobody else says why an effect stays of unknown outcome."""
+    return end if error is end else type(end)(f"{end.message}; the last look met {describe(error)}", end.code)
 
 
 def _is_revoked(attempt: Attempt) -> bool:

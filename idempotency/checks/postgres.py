@@ -119,9 +119,7 @@ def _tables(connection: Connection) -> list[Finding]:
     lacking = [
         warning(f"{RIGHTS_ON} {row.name}", f"no {row.missing}", "only operators' commands need it")
         if row.for_people
-        else refusal(
-            f"{RIGHTS_ON} {row.name}", f"no {row.missing}", "every delivery would wait for it; grant it"
-        )
+        else refusal(f"{RIGHTS_ON} {row.name}", f"no {row.missing}", "every delivery would wait for it; grant it")
         for row in rights.missing_rights(connection)
     ]
     if any(schema.VERSION_TABLE in finding.subject or "schema " in finding.subject for finding in lacking):

@@ -168,7 +168,9 @@ def show_operation(
             text = f"{_refused(last['refusals'], last['first_refused_at'])}: {why['message']}"
             print_line(text)
     else:
-        fields = [name for name, value in record.items() if value is not None and name not in shown]
+        # what an attempt of a completed operation has ended with is over
+        over = {"error"} if record["status"] == "completed" else set()
+        fields = [name for name, value in record.items() if value is not None and name not in {*shown, *over}]
         print_table("record", "", rows=[(name, record[name]) for name in fields])
     if shown["effects"]:
         print_table(

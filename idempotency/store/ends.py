@@ -45,7 +45,9 @@ WITH {saga}released AS (
     SET status = 'released', token = NULL, locked_until = NULL, locked_by = NULL,
         available_at = clock_timestamp() + make_interval(secs => {delay}),
         attempts = greatest(attempts - %(given_back)s, 0),  -- a cancel of a saga has set it to 0
-        error = coalesce(%(error)s, error), first_error = coalesce(first_error, %(error)s),
+        error = coalesce(%(error)s, error),
+        -- to wait, for a provider or a lock, is no error of its own
+        first_error = CASE WHEN %(given_back)s = 0 THEN coalesce(first_error, %(error)s) ELSE first_error END,
         updated_at = clock_timestamp(){more}
     {of}WHERE {MINE}
     RETURNING tenant, task, key, fingerprint, message, queue, available_at, generation, service

@@ -472,7 +472,7 @@ def test_a_handle_does_not_read_the_result_of_another_application(
     deliveries.deliver(b.deposit, "a1")
     id = op.operation(b.deposit, "a1")
     assert Handle(bank, id).status() == "completed"
-    assert Handle(orders, id).status() == "accepted"
+    assert Handle(orders, id).status() == "not_found"
 
 
 # ---------------------------------------------------------------- who shares the database

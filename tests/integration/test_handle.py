@@ -17,11 +17,11 @@ from sqlalchemy.engine import make_url
 from sqlalchemy.orm import Session
 from sqlalchemy.pool import NullPool
 
-from idempotency import FingerprintMismatch, Handle, OperationFailed, OperationId
+from idempotency import FingerprintMismatch, Handle, InvalidKey, OperationFailed, OperationId, lookup
 from idempotency.application import close_runtime, runtime_of
 from idempotency.attempt.runtime import READERS
 from idempotency.errors import OperationBusy, OperationNotFound
-from idempotency.store import ends
+from idempotency.store import ends, operations
 from idempotency.store.connections import KeptConnection
 from tests.support import bank as b
 from tests.support import operations as op
@@ -151,7 +151,30 @@ def test_a_misspelt_task_is_not_waited_for(bank: Celery, connection: Connection)
             OperationNotFound, match=f"{b.deposit.name}s: the application has no such task; did you mean"
         ):
             ask()
-    assert Handle(bank, OperationId("default", "of.another.application", "a")).status() == "accepted"
+    assert Handle(bank, OperationId("default", "of.another.application", "a")).status() == "not_found"
+
+
+def test_what_is_not_stored_is_not_called_accepted(
+    bank: Celery, connection: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Session(runtime_of(bank).engine) as session:
+        handle = b.deposit.enqueue(session, "a", 5, idempotency_key="a")
+        assert handle.status() == "not_found"  # not yet
+        session.rollback()
+        assert handle.status() == "not_found"
+        b.deposit.enqueue(session, "a", 5, idempotency_key="a")
+        session.commit()
+    assert handle.status() == "accepted"
+    with pytest.raises(InvalidKey, match="key: must be text or a UUID, got int"):
+        lookup(bank, b.deposit.name, 17)  # type: ignore[arg-type]
+
+    def ends_meanwhile(*_: Any) -> None:
+        monkeypatch.undo()
+        op.completed(connection, handle.id)
+        connection.exec_driver_sql("UPDATE idempotency.outbox SET settled_at = clock_timestamp()")
+
+    monkeypatch.setattr(operations, "lookup", ends_meanwhile)
+    assert Handle(bank, handle.id).status() == "completed"
 
 
 def test_a_name_is_checked_once_for_however_long_a_wait(

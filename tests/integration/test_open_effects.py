@@ -19,6 +19,7 @@ from idempotency import (
     OperationId,
     PermanentError,
     StillUnknown,
+    Undecided,
     Unfinished,
 )
 from idempotency.errors import ChangeRefused
@@ -367,6 +368,26 @@ def test_a_last_look_that_reaches_an_effect_not_begun_ends_as_unfinished(
     assert code(record("k")) == ("unfinished", "attempts_exhausted")
     assert (told_codes(), second.keys) == (["unfinished"], [])
     assert [letter.reason for letter in op.dead_letters(connection)] == ["unfinished"]
+
+
+def test_what_the_last_look_met_is_kept_and_to_wait_for_a_provider_is_no_error(
+    bank: Celery, deliveries: Deliveries, engine: Engine, record: Record
+) -> None:
+    """Whoever decides about the money has to see why the provider's answer could not be read."""
+    provider = Provider(Undecided(60.0, "the bank decides"))
+
+    def find(*, doubt: Any) -> Any:
+        raise AttributeError("'Intent' object has no attribute 'message'")
+
+    task = make_task(bank, lambda self: self.effect("call", provider, reconcile=find), max_attempts=2)
+    deliveries.deliver(task, key="k")
+    assert record("k").first_error is None
+    for _ in range(3):
+        make_due(engine, "k")
+        deliveries.deliver(task, key="k", origin="retry")
+    assert code(record("k")) == ("effect_unknown", "attempts_exhausted")
+    assert "no result after 2 attempts; the last look met AttributeError: 'Intent' object" in record("k").error
+    assert "AttributeError" in record("k").first_error
 
 
 # ---------------------------------------------------------------- an effect passed over

@@ -108,6 +108,6 @@ def test_every_right_that_is_missing_is_named(poor: Celery, role: str, connectio
         connection.execute(text(f"REVOKE USAGE ON SCHEMA idempotency FROM {role}"))
         assert "database rights on schema idempotency: no USAGE" in str(_tables(session)[0])
     # nothing is asked of a schema that may not be used, so that this is what a start is refused with
-    found = check_database(Settings.read({"database_url": own.url.render_as_string(hide_password=False)}))
-    assert "database rights on schema idempotency" in [each.subject for each in found if each.level is Level.REFUSAL]
+    refused = check_database(Settings.read({"database_url": own.url.render_as_string(hide_password=False)}))
+    assert "database rights on schema idempotency" in [each.subject for each in refused if each.level is Level.REFUSAL]
     own.dispose()
