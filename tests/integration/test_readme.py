@@ -194,14 +194,14 @@ def test_the_call_captures_the_payment_once(adopted: Application, recording_serv
 
 
 def test_reconcile_answers_what_the_provider_knows(yourapp: Application) -> None:
-    charges: list[Any] = [{"id": "ch_1"}, None, None]
+    charges: list[Any] = [{"id": "ch_1", "status": "succeeded"}, None, {"id": "ch_1", "status": "processing"}]
     yourapp["provider"] = SimpleNamespace(search_charge=lambda metadata: charges.pop(0))
     yourapp.run(RECONCILE)
 
     ended = [None, 2 * SEARCH_LAG, SEARCH_LAG / 2]
     assert [
         yourapp["find_capture"]({"payment_id": "p1"}, doubt=EffectInDoubt("key", 60.0, seconds)) for seconds in ended
-    ] == [Happened({"id": "ch_1"}), DidNotHappen(), StillUnknown(ask_again=SEARCH_LAG)]
+    ] == [Happened({"id": "ch_1", "status": "succeeded"}), DidNotHappen(), StillUnknown(ask_again=SEARCH_LAG)]
 
 
 @pytest.mark.parametrize("error", [PermanentError("declined", "declined"), EffectUnknown("silent"), Unfinished("half")])

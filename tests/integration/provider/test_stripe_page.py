@@ -1,0 +1,116 @@
+"""The page about Stripe: its code, run as it is printed, against the sandbox."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from celery import Celery
+from sqlalchemy import Connection, Engine, text
+from sqlalchemy.orm import Session
+
+from idempotency import StoredRefusal, Undecided
+from idempotency.application import runtime_of
+from sandbox import process
+from sandbox.process import Sandbox
+from tests.integration.provider.test_page import PRINTED
+from tests.support.deliveries import Deliveries
+from tests.support.documents import python_blocks
+from tests.support.operations import make_due
+from tests.support.sandbox import faults
+
+SECRET = "whsec_test"
+
+
+@pytest.fixture(scope="module")
+def provider(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sandbox]:
+    with process.running("provider", tmp_path_factory.mktemp("stripe"), "--faults", "hold_ms=200") as sandbox:
+        yield sandbox
+
+
+@pytest.fixture
+def shop(bank: Celery, provider: Sandbox) -> dict[str, Any]:
+    """What the page defines."""
+    names: dict[str, Any] = {"__name__": "shop", "app": bank, "engine": runtime_of(bank).engine, "Session": Session}
+    for block in python_blocks("docs/stripe.md"):
+        exec(block.replace(PRINTED, provider.url), names)
+    return names
+
+
+def charges(shop: dict[str, Any], payment_id: str) -> list[Any]:
+    found = shop["client"].v1.payment_intents.list({"limit": 100}).data
+    return [each for each in found if each.metadata["payment_id"] == payment_id]
+
+
+def capture(shop: dict[str, Any], deliveries: Deliveries, payment_id: str, **origin: str) -> Any:
+    return deliveries.deliver(shop["capture_payment"], payment_id, 1250, "eur", key=payment_id, **origin)
+
+
+def test_a_charge_is_made_once_whatever_the_provider_does(
+    shop: dict[str, Any], deliveries: Deliveries, engine: Engine, provider: Sandbox, tmp_path: Path
+) -> None:
+    only = {"payment_id": "p1"}
+    faults(provider, next=["rate_limited", "timeout_after"], only=only)
+    assert capture(shop, deliveries, "p1").state == "RETRY"
+    for _ in range(2):
+        make_due(engine, "p1")
+        last = capture(shop, deliveries, "p1", origin="retry")
+    assert (last.state, last.value["amount"]) == ("SUCCESS", 1250)
+    assert len(charges(shop, "p1")) == 1
+
+
+def test_a_stored_failure_leads_to_the_next_key_and_a_decline_to_an_end(
+    shop: dict[str, Any], deliveries: Deliveries, engine: Engine, provider: Sandbox
+) -> None:
+    shop["SEARCH_LAG"] = 0.0
+    faults(provider, next=["error_500_before"], only={"payment_id": "p2"})
+    assert capture(shop, deliveries, "p2").state == "RETRY"
+    time.sleep(0.01)  # the end of the call has to be past the lag
+    for _ in range(3):
+        make_due(engine, "p2")
+        last = capture(shop, deliveries, "p2", origin="retry")
+    assert last.state == "SUCCESS"
+    assert len(charges(shop, "p2")) == 1
+    faults(provider, next=["declined"], only={"payment_id": "p3"})
+    refused = capture(shop, deliveries, "p3")
+    assert (refused.state, refused.value.code) == ("FAILURE", "card_declined")
+
+
+def test_the_webhook_wakes_what_waits_and_passes_on_the_rest(
+    shop: dict[str, Any], deliveries: Deliveries, connection: Connection
+) -> None:
+    def undecided(*_: Any, **__: Any) -> Any:
+        raise Undecided(3600.0, "the bank decides")
+
+    shop["capture"] = undecided
+    assert capture(shop, deliveries, "p4").state == "RETRY"
+    is_due = text("SELECT available_at <= clock_timestamp() FROM idempotency.records WHERE key = 'p4'")
+    assert connection.execute(is_due).scalar_one() is False
+    about = {"object": {"id": "pi_1", "object": "payment_intent", "metadata": {"payment_id": "p4"}}}
+    assert report(shop, "payment_intent.succeeded", about, secret="whsec_other") == 400
+    assert connection.execute(is_due).scalar_one() is False
+    assert report(shop, "payment_intent.succeeded", about) == 200
+    assert connection.execute(is_due).scalar_one() is True
+    for _ in range(2):
+        assert report(shop, "charge.dispute.created", {"object": {"id": "dp_1", "object": "dispute"}}) == 200
+    noted = text("SELECT count(DISTINCT key) FROM idempotency.outbox WHERE task = 'shop.note_event'")
+    assert connection.execute(noted).scalar_one() == 1
+
+
+def report(shop: dict[str, Any], type: str, data: dict[str, Any], secret: str = SECRET) -> int:
+    payload = json.dumps({"id": f"evt_{type}", "object": "event", "type": type, "data": data})
+    signed = hmac.new(secret.encode(), f"{(at := int(time.time()))}.{payload}".encode(), hashlib.sha256).hexdigest()
+    answer: int = shop["reported"](payload.encode(), f"t={at},v1={signed}", SECRET)
+    return answer
+
+
+@pytest.mark.parametrize("status", ["requires_payment_method", "canceled"])
+def test_a_charge_that_is_found_need_not_have_succeeded(shop: dict[str, Any], status: str) -> None:
+    with pytest.raises(StoredRefusal, match=status):
+        shop["outcome"](type("Intent", (), {"status": status}))
