@@ -13,7 +13,7 @@ from ..broker.rights import KINDS, definitions
 from ..environment import broker_passwords, redis_password
 from ..errors import SettingsError
 from .options import AppOption
-from .terminal import application
+from .terminal import application, errors
 
 commands = typer.Typer()
 
@@ -60,6 +60,7 @@ def broker_users(
             raise SettingsError(f"{names}: at least one of them; a user without a password is left out")
         users = definitions(celery, settings.service, passwords, prefix=prefix, event_exchanges=event_exchange or ())
         rabbitmq.write(json.dumps(users, indent=2) + "\n")
+        errors.print("start workers with --without-mingle --without-gossip: they have no rights for these")
     if redis is not None:
         if (password := redis_password()) is None:
             raise SettingsError("IDEMPOTENCY_REDIS_HINTS_PASSWORD: not set")

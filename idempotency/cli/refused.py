@@ -21,9 +21,9 @@ def sentence(error: Exception) -> str | None:
         case DBAPIError() if getattr(error.orig, "sqlstate", None) == INSUFFICIENT_PRIVILEGE:
             if "idempotency.tenant" in describe(error):
                 return (
-                    f"{describe(error)}; log in with a role that sees all tenants, as {OPERATOR} does (docs/rights.md)"
+                    f"{describe(error)}; log in with a role that sees all tenants, as {OPERATOR} does (docs/tenants.md)"
                 )
-            return f"{remedy(error)}; where there are roles, commands are {OPERATOR}'s, and migrations the owner's (docs/rights.md)"
+            return f"{remedy(error)}; where there are roles, commands are {OPERATOR}'s, and migrations the owner's (docs/tenants.md)"
         case DBAPIError():
             return remedy(error) or f"the database refused: {describe(error)}"
     return None

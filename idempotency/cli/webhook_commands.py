@@ -9,6 +9,7 @@ from rich.console import Console
 
 from ..application import runtime_of
 from ..errors import ChangeRefused, OperationNotFound
+from ..framework import framework
 from ..operate import webhooks as operate
 from ..operate.change import Change
 from ..store import webhooks as stored
@@ -65,7 +66,11 @@ def add(
         errors.print(f"endpoint {made.id} of {tenant}; this is shown only once:", markup=False, highlight=False)
         print(made.verifier)  # noqa: T201
     if refused is not None:
-        errors.print(f"{refused}; not enabled: `webhooks enable {made.id}`", markup=False, highlight=False)
+        errors.print(
+            f"{refused}; the endpoint stays, and gets nothing before it answers:", markup=False, highlight=False
+        )
+        command = f"{framework().command} webhooks enable {made.id} --reason WHY"
+        errors.print(command, markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(1)
 
 

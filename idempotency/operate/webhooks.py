@@ -47,7 +47,8 @@ def add_endpoint(
 ) -> NewEndpoint:
     """Register a URL for a tenant's events. It gets nothing before `enable_endpoint` has challenged it.
 
-    `events`: patterns of types, such as `order.*`. Raises `AddressRefused`, `InvalidKey`, and `ChangeRefused` for patterns.
+    `events`: patterns of types, such as `order.*`. Raises `AddressRefused`, `InvalidKey`, and `ChangeRefused` for patterns, and
+    for a URL that the tenant has registered before and not disabled: each event would go there twice.
     """
     tenant, wanted = check_key(tenant, field="tenant"), sorted(set(events))
     if not 0 < len(wanted) <= EVENTS_LIMIT or not all(map(_EVENT.fullmatch, wanted)):
@@ -55,6 +56,11 @@ def add_endpoint(
     target = target_of(url, Allowed.of(runtime.settings.webhook_allowed_hosts))
     id, secret = f"ep_{secrets.token_hex(ID_BYTES)}", new_secret(scheme)
     with runtime.engine.begin() as connection:
+        for other in stored.endpoints(connection, runtime.settings.service, tenant):
+            if other.url == target.url and other.status != stored.DISABLED:
+                raise ChangeRefused(
+                    f"{tenant} has {other.id} with this URL, which is {other.status}; enable or disable that"
+                )
         stored.add_endpoint(
             connection,
             id,

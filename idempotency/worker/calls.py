@@ -100,7 +100,8 @@ class KeyedTask(TypedTask[P, R_co], Generic[P, R_co]):
             parameters = inspect.signature(getattr(run, "__func__", run)).parameters
             for field in function.fields:
                 if field not in parameters:
-                    raise SettingsError(f"key of {cls.__name__}: the task has no argument {field!r}")
+                    named = cls.__dict__.get("name") or cls.__name__
+                    raise SettingsError(f"key of {named}: the task has no argument {field!r}")
 
     @_needs_session
     def enqueue(self, session: Caller, /, *args: P.args, **kwargs: P.kwargs) -> Handle[R_co]:

@@ -168,4 +168,10 @@ def test_an_endpoint_that_is_not_there_yet_is_added_and_enabled_later(run: Run, 
     receiver.answer = accept
     (listed,) = run("webhooks", "list", "--json").document
     assert listed["status"] == "unverified"
+    assert f"idempotency webhooks enable {listed['id']} --reason WHY\n" in added.error  # as one types it
+    again = run("webhooks", "add", "acme", receiver.url, "--event", "*")
+    assert (again.status, f"acme has {listed['id']} with this URL, which is unverified" in again.error) == (1, True)
+    assert len(run("webhooks", "list", "--json").document) == 1
     assert run("webhooks", "enable", listed["id"], "--reason", "is there now").status == 0
+    assert run("webhooks", "disable", listed["id"], "--reason", "moves").status == 0
+    assert run("webhooks", "add", "acme", receiver.url, "--event", "*").status == 0

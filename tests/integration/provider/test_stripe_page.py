@@ -48,7 +48,7 @@ def charges(shop: dict[str, Any], payment_id: str) -> list[Any]:
     return [each for each in found if each.metadata["payment_id"] == payment_id]
 
 
-def capture(shop: dict[str, Any], deliveries: Deliveries, payment_id: str, **origin: str) -> Any:
+def capture(shop: dict[str, Any], deliveries: Deliveries, payment_id: str, **origin: Any) -> Any:
     return deliveries.deliver(shop["capture_payment"], payment_id, 1250, "eur", key=payment_id, **origin)
 
 
