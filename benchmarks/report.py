@@ -8,7 +8,7 @@ import platform
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +121,7 @@ def describe(database: Engine, environment: Mapping[str, str]) -> dict[str, obje
         broker.connect()
         told = getattr(broker.connection, "server_properties", {})  # a Redis that is the broker has none
     return {
-        "packages": {name: version(name) for name in PACKAGES},
+        "packages": {name: found for name in PACKAGES if (found := _version(name)) is not None},
         "servers": {
             "postgres": postgres,
             "redis": info["redis_version"],
@@ -134,3 +134,10 @@ def describe(database: Engine, environment: Mapping[str, str]) -> dict[str, obje
             "load": os.getloadavg(),
         },
     }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:  # of a contender, where only the others are measured
+        return None

@@ -7,6 +7,7 @@ is set aside in a table, logged, counted, and tried again later.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -102,12 +103,18 @@ class Sweep:
         )
 
 
-def run(connection: Connection, sweep: Sweep, parameters: Mapping[str, Any], *, limit: int) -> tuple[int, bool]:
-    """Handle what is due, up to about `limit` rows. Returns how many were handled, and whether more may be due."""
+def run(
+    connection: Connection, sweep: Sweep, parameters: Mapping[str, Any], *, limit: int, rest: float = 0.0
+) -> tuple[int, bool]:
+    """Handle what is due, up to about `limit` rows. Returns how many were handled, and whether more may be due.
+
+    `rest`: how long to pause after each batch, in times of what it took, so that others have the disk and the processors.
+    """
     handled = seen = 0
     fields = {**parameters, "batch": BATCH}
     with sweep_settings(connection):
         while seen < limit:
+            began = time.monotonic()
             try:
                 done, found = connection.exec_driver_sql(sweep.batch, fields).one()
                 moved = found
@@ -124,6 +131,7 @@ def run(connection: Connection, sweep: Sweep, parameters: Mapping[str, Any], *, 
             seen += found
             if found < BATCH or not moved:
                 return handled, False
+            time.sleep(rest * (time.monotonic() - began))
     return handled, True
 
 
