@@ -27,6 +27,8 @@ _LOCK = (
     "pg_catalog.hashtextextended('idempotency.records', 0) # "
     "(pg_catalog.hashtextextended({tenant} || E'\\n' || {task} || E'\\n' || {key}, 0) & 4095)"
 )
+# One of 256, which nothing but the mover waits for: who changes a record in an application's transaction shares it.
+_MOVING_LOCK = _LOCK.replace("idempotency.records", "idempotency.moving").replace("4095", "255")
 
 IS_PARTITIONED = "SELECT relkind = 'p' FROM pg_catalog.pg_class WHERE oid = 'idempotency.records'::regclass"
 # The key in a connection's `info`, for connections that are not ours.
@@ -36,6 +38,11 @@ _KNOWN = "idempotency.is_partitioned"
 def lock_of(tenant: str, task: str, key: str) -> str:
     """SQL for the number of the advisory lock of an operation that these expressions name."""
     return _LOCK.format(tenant=tenant, task=task, key=key)
+
+
+def moving_lock_of(tenant: str, task: str, key: str) -> str:
+    """SQL for the number of the advisory lock that keeps an operation in its partition."""
+    return _MOVING_LOCK.format(tenant=tenant, task=task, key=key)
 
 
 @dataclass(frozen=True, slots=True)

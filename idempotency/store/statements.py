@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import re
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 from weakref import WeakSet
 
 import psycopg
@@ -22,9 +23,15 @@ from ..errors import NotConnected
 from ..observe import outages
 from ..text import without_values
 
+P = ParamSpec("P")
+Answer = TypeVar("Answer")
+
 # read_only_sql_transaction: a standby after a failover, or a server protecting a nearly full disk. For psycopg it is an
 # internal error; here it means that Postgres is unavailable for a while.
 READ_ONLY = "25006"
+# serialization_failure: a record that this waited for has moved to another partition. It moves once in a period; as often as this,
+# a change is made in all until another reason is more likely.
+MOVED, TRIES = "40001", 3
 # insufficient_privilege, and what `idempotency.tenants()` says where no tenant is set.
 NO_RIGHT = "42501"
 NO_TENANT = "idempotency.tenant is not set"
@@ -78,6 +85,26 @@ def execute(connection: Connection, statement: str, parameters: Mapping[str, Any
         if driver.info.transaction_status is TransactionStatus.ACTIVE:
             connection.invalidate()  # interrupted in the middle of a statement, whose answer would be the next one's
         raise
+
+
+def repeatable(change: Callable[P, Answer]) -> Callable[P, Answer]:
+    """Make a change, one transaction, again if a record that it has waited for was moved to another partition meanwhile.
+
+    Postgres refuses the transaction then, and nothing of it is committed.
+    """
+
+    @wraps(change)
+    def repeated(*args: P.args, **kwargs: P.kwargs) -> Answer:
+        left = TRIES
+        while True:
+            left -= 1
+            try:
+                return change(*args, **kwargs)
+            except DBAPIError as error:
+                if not left or getattr(error.orig, "sqlstate", None) != MOVED:
+                    raise
+
+    return repeated
 
 
 def driver_error(error: BaseException) -> BaseException | None:
