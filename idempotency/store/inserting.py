@@ -2,7 +2,9 @@
 
 A unique index of a partitioned table has to contain the column that it is partitioned by, so there Postgres refuses ON
 CONFLICT. A trigger, `insert_once` (`migrations/partitioning.py`), locks the key until the end of the transaction, looks into
-all partitions, and leaves the row out if its key has a record.
+all partitions, and leaves the row out if its key has a record. One key at a time has a lock of its own, beside a shared one of
+4,096. Who inserts or moves many takes those alone instead: with a lock for each key, a few of them would need more locks than
+Postgres has room for. They wait for none, and leave out what is locked.
 """
 
 from __future__ import annotations
@@ -21,12 +23,11 @@ from .statements import execute
 IS_NEW = "xmax = 0"
 CONFLICT = "ON CONFLICT (tenant, task, key)"
 
-# A number for the lock of a key, one of 4,096: with one for each key, a few large batches would need more locks than Postgres has
-# room for. It is held for as long as a claim's own short transaction.
 _LOCK = (
     "pg_catalog.hashtextextended('idempotency.records', 0) # "
     "(pg_catalog.hashtextextended({tenant} || E'\\n' || {task} || E'\\n' || {key}, 0) & 4095)"
 )
+_KEY_LOCK = "pg_catalog.hashtextextended({tenant} || E'\\n' || {task} || E'\\n' || {key}, 1)"
 # One of 256, which nothing but the mover waits for: who changes a record in an application's transaction shares it.
 _MOVING_LOCK = _LOCK.replace("idempotency.records", "idempotency.moving").replace("4095", "255")
 
@@ -36,8 +37,13 @@ _KNOWN = "idempotency.is_partitioned"
 
 
 def lock_of(tenant: str, task: str, key: str) -> str:
-    """SQL for the number of the advisory lock of an operation that these expressions name."""
+    """SQL for the number of the lock that an operation shares with others, one of 4,096; the expressions name it."""
     return _LOCK.format(tenant=tenant, task=task, key=key)
+
+
+def key_lock_of(tenant: str, task: str, key: str) -> str:
+    """SQL for the number of its own lock."""
+    return _KEY_LOCK.format(tenant=tenant, task=task, key=key)
 
 
 def moving_lock_of(tenant: str, task: str, key: str) -> str:

@@ -4,7 +4,7 @@ They run with their owner's rights, since only an owner makes and drops tables, 
 right to their schema.
 """
 
-from ..inserting import lock_of, moving_lock_of
+from ..inserting import key_lock_of, lock_of, moving_lock_of
 from ..schema import MIGRATION_LOCK
 
 PARTITIONS = "idempotency_partitions"
@@ -88,7 +88,10 @@ FUNCTIONS = f"""
 CREATE OR REPLACE FUNCTION {PARTITIONS}.insert_once() RETURNS trigger LANGUAGE plpgsql
 SET search_path = pg_catalog, pg_temp SET enable_seqscan = off AS $$
 BEGIN
-    PERFORM pg_advisory_xact_lock({lock_of("NEW.tenant", "NEW.task", "NEW.key")});
+    IF current_setting('idempotency.keys_locked', true) IS DISTINCT FROM 'on' THEN  -- as many have it, who hold the first alone
+        PERFORM pg_advisory_xact_lock_shared({lock_of("NEW.tenant", "NEW.task", "NEW.key")});
+        PERFORM pg_advisory_xact_lock({key_lock_of("NEW.tenant", "NEW.task", "NEW.key")});
+    END IF;
     -- With a snapshot of its own, which shows what was committed while the lock was waited for.
     IF EXISTS (
         SELECT FROM idempotency.records r WHERE r.tenant = NEW.tenant AND r.task = NEW.task AND r.key = NEW.key
@@ -147,7 +150,7 @@ DECLARE
     moved bigint;
     wanted bigint;
 BEGIN
-    PERFORM set_config('idempotency.moving', 'on', true);
+    PERFORM set_config('idempotency.moving', 'on', true), set_config('idempotency.keys_locked', 'on', true);
     EXECUTE format($sql$
         WITH wanted AS MATERIALIZED (
             SELECT DISTINCT w.* FROM unnest($1, $2, $3) w(tenant, task, key)
@@ -174,7 +177,7 @@ BEGIN
     IF moved <> wanted THEN  -- of what is in two partitions, which cannot be, `insert_once` would leave none
         RAISE EXCEPTION 'of % operations only % could be moved', wanted, moved USING ERRCODE = 'integrity_constraint_violation';
     END IF;
-    PERFORM set_config('idempotency.moving', 'off', true);
+    PERFORM set_config('idempotency.moving', 'off', true), set_config('idempotency.keys_locked', 'off', true);
     RETURN moved;
 END $$;
 
