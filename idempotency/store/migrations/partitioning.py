@@ -12,6 +12,9 @@ PARTITIONS = "idempotency_partitions"
 COMPATIBLE_FROM = "0016"
 # The partition of rows for which there is no other.
 DEFAULT = "records_otherwise"
+# When all rows there were placed: a time that belongs to no other partition ever. So Postgres knows, by a CHECK, that none of them
+# belongs to a partition that is made, and reads none of them while claims wait. (Not 'infinity', which psycopg does not read.)
+OTHERWISE = "9000-01-01 00:00:00+00"
 # Any constant not used elsewhere: two relays do not make the same partition.
 MAKING_LOCK = 0x1DE4907F
 
@@ -98,6 +101,9 @@ BEGIN
     ) THEN
         RETURN NULL;
     END IF;
+    IF TG_TABLE_NAME = '{DEFAULT}' THEN
+        NEW.placed_at := '{OTHERWISE}';
+    END IF;
     RETURN NEW;
 END $$;
 
@@ -135,7 +141,7 @@ BEGIN
         RAISE EXCEPTION 'begins: must be in the future, got %', begins USING ERRCODE = 'invalid_parameter_value';
     END IF;
     EXECUTE format('CREATE TABLE {PARTITIONS}.%I (LIKE idempotency.records INCLUDING DEFAULTS INCLUDING STORAGE)', of_partition);
-    -- PARTITION OF would lock out all claims for as long as this takes.
+    -- PARTITION OF would lock out all claims for as long as this takes. What follows takes a moment, however full the default one is.
     EXECUTE format('ALTER TABLE idempotency.records ATTACH PARTITION {PARTITIONS}.%I FOR VALUES FROM (%L) TO (%L)',
         of_partition, begins, ends);
     RETURN true;
