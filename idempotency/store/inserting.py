@@ -119,6 +119,17 @@ def is_partitioned(connection: Connection) -> bool:
     return known
 
 
+def asked_again(connection: Connection) -> bool:
+    """Whether they are by now, for a process that would not notice: it claims nothing. The connection knows it from then on."""
+    is_so = bool(connection.exec_driver_sql(IS_PARTITIONED).scalar_one())
+    driver: Any = connection.connection.driver_connection
+    if getattr(driver, "is_partitioned", None) is None:
+        connection.info[_KNOWN] = is_so
+    else:
+        driver.is_partitioned = is_so
+    return is_so
+
+
 def fitting(connection: Connection, plain: str, in_partitions: str) -> str:
     """The one of two statements that fits the table of records."""
     return in_partitions if is_partitioned(connection) else plain

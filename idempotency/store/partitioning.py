@@ -13,7 +13,8 @@ from sqlalchemy import Connection, Engine
 from ..errors import SettingsError
 from .inserting import IS_PARTITIONED
 from .migrations.partitioning import DEFAULT, FUNCTIONS, NO_OLDER_CODE, OTHERWISE, PARTITIONS
-from .partitions import WIDTHS, border, make_ahead, name_of
+from .partitions import make_ahead
+from .periods import WIDTHS, border, name_of
 from .rights import APPLICATION
 from .roles import of_partitions, protect
 from .schema import exclusively
@@ -96,7 +97,7 @@ def _prepare(connection: Connection) -> None:
     finally:
         outside.rollback()  # nothing: each has committed by itself
         connection.execution_options(isolation_level="READ COMMITTED")
-    if not connection.exec_driver_sql(_HAS_CHECK.format('placed_before')).scalar_one():
+    if not connection.exec_driver_sql(_HAS_CHECK.format("placed_before")).scalar_one():
         connection.exec_driver_sql(_CHECK)
     connection.commit()
     _committed(connection, _VALIDATE)

@@ -13,7 +13,7 @@ from celery import Celery
 from sqlalchemy import Connection, Engine, text
 
 from idempotency.application import runtime_of
-from idempotency.store import batches, partitions
+from idempotency.store import batches, partitions, periods
 from idempotency.store.answers import Busy, Claimed, Completed
 from idempotency.store.inserting import is_partitioned
 from idempotency.store.migrations.partitioning import DEFAULT, OTHERWISE
@@ -113,7 +113,7 @@ def test_batches_with_the_same_keys_share_them_out_without_a_deadlock(bank: Cele
 def test_what_comes_while_no_partition_is_there_is_claimed_and_moves_later(
     connection: Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(partitions, "MARGIN", timedelta(seconds=1))
+    monkeypatch.setattr(periods, "MARGIN", timedelta(seconds=1))
     for each in found(connection).all:
         if not each.is_default:
             connection.exec_driver_sql(f"DROP TABLE idempotency_partitions.{each.name}")
@@ -130,8 +130,8 @@ def test_what_comes_while_no_partition_is_there_is_claimed_and_moves_later(
     assert partition_of(connection, held.id) == DEFAULT  # nobody takes it from its holder
 
 
-def found(connection: Connection) -> partitions.Partitions:
-    partitions_found = partitions.found(connection)
+def found(connection: Connection) -> periods.Partitions:
+    partitions_found = periods.found(connection)
     assert partitions_found is not None
     return partitions_found
 
@@ -147,7 +147,7 @@ def test_partitions_are_whole_periods_made_ahead_once(connection: Connection, wi
     partitions.make_ahead(connection)
     assert partitions.make_ahead(connection) == 0
     made = found(connection)
-    assert partitions.missing(made) == []
+    assert periods.missing(made) == []
     for before, after in zip(made.all, made.all[1:-1], strict=False):
         assert before.ends_at == after.begins_at
     assert made.last is not None

@@ -19,7 +19,7 @@ from idempotency.checks.findings import Level
 from idempotency.checks.postgres import check_database
 from idempotency.errors import SettingsError
 from idempotency.settings import Settings
-from idempotency.store import partitioning, partitions, purge, roles, schema
+from idempotency.store import partitioning, partitions, periods, purge, roles, schema
 from idempotency.store.answers import Claimed, Completed
 from idempotency.store.migrations.indexes import create_index
 from idempotency.store.migrations.partitioning import PARTITIONS
@@ -82,10 +82,10 @@ def test_it_may_be_done_again_with_another_width_and_migrating_leaves_it(plain: 
     put_into_partitions(plain, "day")
     put_into_partitions(plain, "hour")
     schema.migrate(create_engine(plain, poolclass=NullPool))
-    found = partitions.found(connection)
+    found = periods.found(connection)
     assert found is not None
     assert found.width == "hour"
-    assert partitions.missing(found) == []
+    assert periods.missing(found) == []
 
 
 def test_what_was_interrupted_is_done_again(
@@ -202,7 +202,7 @@ def test_the_doctor_says_what_upkeep_has_not_done(bank: Celery, engine: Engine) 
 
     assert said() == ["ok 6, by day"]
     with engine.connect() as connection:
-        for each in partitions.found(connection).all:  # type: ignore[union-attr]
+        for each in periods.found(connection).all:  # type: ignore[union-attr]
             if not each.is_default:
                 connection.exec_driver_sql(f"DROP TABLE {PARTITIONS}.{each.name}")
         completed(connection)
