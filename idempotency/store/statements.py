@@ -37,6 +37,9 @@ NO_RIGHT = "42501"
 NO_TENANT = "idempotency.tenant is not set"
 # invalid_column_reference: ON CONFLICT by an index that is gone.
 NO_UNIQUE_INDEX = "42P10"
+# feature_not_supported, raised here: a table has another column since a statement was prepared with `*`. The text depends on the
+# language.
+OTHER_COLUMNS, CHECKS_PLAN = "0A000", "RevalidateCachedQuery"
 # Classes of SQLSTATE: errors about data quote it; those about a statement have a hint that names columns, and quotes no row.
 DATA, SYNTAX = "22", "42"
 _QUOTED = re.compile('["«„“].*["»“”]', re.DOTALL)
@@ -192,9 +195,11 @@ def where(error: BaseException) -> str | None:
 
 def _is_stale(driver: Any, error: psycopg.Error) -> bool:
     """Whether a new connection may be answered otherwise: the primary is elsewhere, or row-level security was turned on,
-    or the records were partitioned, after this connection had asked for it."""
+    the records were partitioned, or a table got another column, after this connection had asked for it."""
     if error.sqlstate == READ_ONLY:
         return True
+    if error.sqlstate == OTHER_COLUMNS:
+        return error.diag.source_function == CHECKS_PLAN
     if error.sqlstate == NO_UNIQUE_INDEX:
         return getattr(driver, "is_partitioned", None) is False
     return error.sqlstate == NO_RIGHT and not getattr(driver, "needs_tenant", True) and NO_TENANT in str(error)
@@ -221,9 +226,9 @@ def treat_stale_as_unavailable(engine: Engine) -> None:
 
 
 def _given_up(statement: str | None, error: psycopg.Error) -> OperationalError:
-    """The error for a stale connection. Of those from before row-level security or partitions, the process closes all: an attempt
-    that was claimed on a new one must not have to end on one of them."""
-    if error.sqlstate in (NO_RIGHT, NO_UNIQUE_INDEX):
+    """The error for a stale connection. Of those from before row-level security, partitions or a column, the process closes all:
+    an attempt that was claimed on a new one must not have to end on one of them."""
+    if error.sqlstate in (NO_RIGHT, NO_UNIQUE_INDEX, OTHER_COLUMNS):
         for engine in list(_engines):
             engine.dispose()
     return OperationalError(statement, None, error, hide_parameters=True, connection_invalidated=True)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from datetime import timedelta
-from uuid import uuid4
 
 import pytest
 from celery import Celery
 from sqlalchemy import Connection, create_engine
 from sqlalchemy.pool import NullPool
 
-import services
 from idempotency.application import runtime_of, settings_of
 from idempotency.checks.postgres import check_database
 from idempotency.store import partitions, periods
@@ -19,7 +16,6 @@ from idempotency.store.inserting import is_partitioned
 from idempotency.store.migrations.partitioning import DEFAULT, PARTITIONS
 from idempotency.upkeep import maintenance
 from tests.partitions.test_claims import found, partition_of
-from tests.support import bank as bank_module
 from tests.support import operations as op
 from tests.support.operations import completed, record
 from tests.support.partitions import into_the_past, put_into_partitions
@@ -102,16 +98,6 @@ def test_a_pass_moves_no_more_than_its_limit_and_says_so(connection: Connection)
 
 
 # ---------------------------------------------------------------- who claims nothing
-
-
-@pytest.fixture
-def plain(servers: services.Services) -> Iterator[str]:
-    """The address of a database with a plain table."""
-    name = f"test_{uuid4().hex[:12]}"
-    url = servers.create_database(name)
-    bank_module.prepare(url)
-    yield url
-    servers.drop_database(name)
 
 
 def test_upkeep_that_ran_before_makes_and_drops_them(bank: Celery, plain: str) -> None:
