@@ -22,7 +22,7 @@ from ..errors import (
     Undecided,
 )
 from ..store.answers import Claimed
-from ..store.statements import describe, driver_error
+from ..store.statements import MOVED, describe, driver_error
 from . import conclusions
 from .attempt import Attempt
 
@@ -116,7 +116,7 @@ def _is_for_anothers_lock(error: BaseException) -> bool:
     if not isinstance(driver, psycopg.Error):
         return False
     if driver.sqlstate != LOCK_NOT_AVAILABLE:
-        return driver.sqlstate == DEADLOCK_DETECTED
+        return driver.sqlstate in (DEADLOCK_DETECTED, MOVED)
     return driver.diag.source_function == TIMEOUT_FUNCTION  # with NOWAIT the body chose not to wait
 
 

@@ -6,9 +6,10 @@ from datetime import timedelta
 
 from sqlalchemy import Connection
 
+from ..framework import framework
 from ..settings import Settings
-from ..store import partitions
-from ..store.partitions import WIDTHS, Partitions
+from ..store import partitions, periods
+from ..store.periods import WIDTHS, Partitions
 from .findings import Finding, ok, warning
 
 SUBJECT = "database partitions"
@@ -28,10 +29,15 @@ def check_partitions(connection: Connection, given: Settings) -> list[Finding]:
     if not rights:
         advice = "the role that purges has to make and drop them: run `migrate --roles` again, or grant it (docs/partitions.md)"
         return [warning(SUBJECT, "this role may not make them", advice)]
-    found = partitions.found(connection)
+    found = periods.found(connection)
     if found is None:
         return []
     findings = _ahead(found)
+    if not found.is_told:
+        advice = (
+            f"run `{framework().command} migrate --partitioned` again with one; a dump without comments leaves it out"
+        )
+        findings.append(warning(SUBJECT, f"nothing says how long they are; made by {found.width}, as before", advice))
     if partitions.rests(connection, found):
         advice = "no partition was there when they came; a relay's purge moves them, those that are running once they have ended"
         findings.append(warning(SUBJECT, "the default one has records", advice))

@@ -26,7 +26,7 @@ from ..operate.people import authenticate
 from ..operate.replay import ToConfirm, replay, to_confirm
 from ..store import dead_letters, discards
 from ..store.dead_letters import BULK_LIMIT, Group, Selection
-from ..store.statements import describe
+from ..store.statements import describe, repeatable
 from ..store.sweeps import is_row_error
 from ..upkeep import reports
 from ..wire.keys import OperationId
@@ -196,7 +196,7 @@ def discard_letters(
         return _named(letter, "requested", None)
 
     chosen = _chosen(celery, ids, Selection("open", task_named(celery, task), error, service, tenant), limit)
-    _each(chosen, request, "requested", single=_single(ids), dry_run=dry_run, as_json=as_json)
+    _each(chosen, repeatable(request), "requested", single=_single(ids), dry_run=dry_run, as_json=as_json)
 
 
 @letters.command("approve")
@@ -217,7 +217,7 @@ def approve_discards(
         return _named(letter, "discarded", None)
 
     check_service(runtime, ids, service)
-    _each(ids, approve, "discarded", single=_single(ids), dry_run=False, as_json=as_json)
+    _each(ids, repeatable(approve), "discarded", single=_single(ids), dry_run=False, as_json=as_json)
 
 
 @letters.command("report")

@@ -22,6 +22,7 @@ from ..store import ends, letters, undelivered
 from ..store.answers import Busy, Changed, Completed, Failed, Foreign, Mismatch
 from ..store.ends import FailedEnd
 from ..store.letters import BrokerLetter
+from ..store.statements import repeatable
 from ..store.undelivered import GivenUp, UndeliveredMessage
 from .letter import EXPLANATIONS, refused
 
@@ -58,6 +59,7 @@ class Ending:
         except TransactionEnded as broken:
             return self._commit(skip=str(broken))
 
+    @repeatable
     def _commit(self, *, skip: str | None) -> int | None:
         """`skip`: why the application's part, undos and `on_failed`, is left out."""
         while True:

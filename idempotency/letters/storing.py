@@ -14,7 +14,7 @@ from ..errors import CallRefused, UnknownVersion
 from ..observe.logs import log
 from ..store import claims, letters, outbox, undelivered
 from ..store.letters import BrokerLetter
-from ..store.statements import describe
+from ..store.statements import describe, repeatable
 from ..store.undelivered import PutBack, UndeliveredMessage
 from ..wire import keys
 from ..wire.headers import FINGERPRINT_HEADER, MARKER_HEADER, SERVICE_HEADER
@@ -135,6 +135,7 @@ def _store_alone(app: Celery, letter: BrokerLetter, patience: str) -> int | None
         return letters.store_message(connection, letter)
 
 
+@repeatable
 def _came_back(app: Celery, dead: UndeliveredMessage, letter: BrokerLetter, sender: str, patience: str) -> bool:
     """Send a message again that a worker of another version may have refused, or count it as a duplicate.
 

@@ -17,6 +17,7 @@ from ..framework import framework
 from ..observe import metrics
 from ..store import claims, dead_letters, discards, ends, letters, operations, saga_changes
 from ..store.answers import Claimed, claim_of
+from ..store.statements import repeatable
 from ..wire.keys import OperationId
 from .change import Change, Shown, audit, called, locked, repeated
 from .ending import conclude, skipping_what_breaks, task_of
@@ -36,6 +37,7 @@ def cancel(
     """
     runtime = runtime_of(app)
 
+    @repeatable
     def end(skip: str | None) -> PermanentError:
         with runtime.engine.begin() as connection:
             if (done := repeated(connection, change, "cancel", shown.id)) is not None:

@@ -14,6 +14,7 @@ from ..objects import ObjectStore
 from ..observe.logs import log
 from ..sagas.task import SagaTask
 from ..store import erasure, objects, operations
+from ..store.statements import repeatable
 from ..wire.keys import OperationId
 from .change import Change, audit, called, read, repeated
 from .money import check_verified
@@ -30,6 +31,7 @@ class Erased(NamedTuple):
     not_found: list[str]
 
 
+@repeatable
 def erase(app: Celery, id: OperationId, change: Change) -> Erased:
     """Erase the arguments, results, errors, messages, answers and events of an operation, and of all that it has called as a saga.
 

@@ -7,10 +7,12 @@ from celery import Celery
 from ..application import runtime_of
 from ..store import ends
 from ..store.answers import claim_of
+from ..store.statements import repeatable
 from .change import Change, Shown, audit, locked, repeated
 from .money import check_verified
 
 
+@repeatable
 def release(app: Celery, shown: Shown, change: Change) -> None:
     """Take an operation from its holder and deliver it again now. Raises `ChangeRefused`.
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 from celery import Celery
 
 from ..application import runtime_of
@@ -10,6 +13,7 @@ from ..errors import BrokerUnavailable, ChangeRefused
 from ..framework import framework
 from ..queues import forwarded_dead_letters
 from ..store import renaming
+from ..store.statements import repeatable
 from .change import Change, audit
 from .money import check_verified_for
 
@@ -31,8 +35,11 @@ def rename_service(app: Celery, old: str, new: str, change: Change) -> dict[str,
         raise ChangeRefused(f"NEW: must be this application's name, {settings.service!r}, and OLD another; got {new!r}")
     check_verified_for(app, old, change)
     _check_nothing_forwarded(app, old)
-    renamed, tables, after = dict.fromkeys(renaming.TABLES, 0), list(renaming.TABLES), None
-    while tables:
+    renamed, tables = dict.fromkeys(renaming.TABLES, 0), list(renaming.TABLES)
+    after: Sequence[Any] | None = None
+
+    @repeatable
+    def rename_page() -> tuple[int, Sequence[Any] | None]:
         with runtime.engine.begin() as connection:
             if running := renaming.alive(connection, old, silence=settings.alarm_silence):
                 names = ", ".join(f"{process.kind} {process.name}" for process in running)
@@ -43,13 +50,17 @@ def rename_service(app: Celery, old: str, new: str, change: Change) -> dict[str,
                     f"{old}: has carried out requests over HTTP within the last {settings.alarm_silence:g} s; "
                     "stop its web servers, and wait as long"
                 )
-            rows, after = renaming.rename(connection, tables[0], old, new, after=after)
-            if after is None and len(tables) == 1:
+            rows, last = renaming.rename(connection, tables[0], old, new, after=after)
+            if last is None and len(tables) == 1:
                 renaming.signal_again(connection, new)
                 renaming.rename_alarms(connection, old, new)
             if rows:
                 details = {"old": old, "new": new, "table": tables[0], "rows": rows}
                 audit(connection, change, "rename_service", None, None, details=details)
+        return rows, last
+
+    while tables:
+        rows, after = rename_page()
         renamed[tables[0]] += rows
         if after is None:
             tables.pop(0)

@@ -18,6 +18,7 @@ from ..letters.examine import ALTERED, UNSIGNED
 from ..letters.letter import EXPLANATIONS
 from ..settings import Settings
 from ..store import dead_letters, erasure, letter_operations, operations, saga_changes, webhook_letters
+from ..store.statements import repeatable
 from ..wire.keys import OperationId
 from ..wire.signing import signed_at
 from .change import Change, audit, called, repeated
@@ -69,6 +70,7 @@ def _to_confirm(row: Row[Any]) -> ToConfirm | None:
     return None
 
 
+@repeatable
 def replay(app: Celery, letter: int, change: Change, *, confirmed: Collection[ToConfirm] | None = None) -> OperationId:
     """Send a dead letter again under the same key. Returns its operation. A saga that has stopped goes on.
 

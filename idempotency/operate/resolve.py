@@ -21,6 +21,7 @@ from ..store import corrections, ends, operations, saga_changes
 from ..store.answers import error_fields, error_text, stored_error
 from ..store.ends import FailedEnd
 from ..store.sagas import COMPENSATING, RESOLVED
+from ..store.statements import repeatable
 from ..wire import results
 from ..wire.keys import OperationId
 from .change import Change, Shown, audit, called, locked, repeated
@@ -50,6 +51,7 @@ def resolve_effect(
     runtime = runtime_of(app)
     said = {"effect": name, "outcome": _digest(outcome), "end": end}
 
+    @repeatable
     def resolve(skip: str | None) -> str:
         with runtime.engine.begin() as connection:
             if (done := repeated(connection, change, "resolve", shown.id, said=said)) is not None:
@@ -84,6 +86,7 @@ def resolve_effect(
     return skipping_what_breaks(resolve)
 
 
+@repeatable
 def resolve_effect_of_saga(
     app: Celery,
     id: OperationId,

@@ -20,6 +20,7 @@ from ..store import letters, operations, saga_changes, saga_reading, saga_steps,
 from ..store.answers import error_text
 from ..store.saga_changes import Retried
 from ..store.sagas import COMPENSATING, RUNNING
+from ..store.statements import repeatable
 from ..wire import keys
 from ..wire.keys import OperationId
 from .change import Change, audit, called, read, repeated
@@ -81,6 +82,7 @@ def is_saga(app: Celery, connection: Connection, id: OperationId) -> bool:
 # ---------------------------------------------------------------- changes
 
 
+@repeatable
 def cancel_saga(app: Celery, id: OperationId, change: Change) -> None:
     """From now on a saga is undone; when that is done, it has failed with the code `cancelled`.
 
@@ -115,6 +117,7 @@ def cancel_saga(app: Celery, id: OperationId, change: Change) -> None:
         audit(connection, change, "saga_cancel", id, row, details={"begun": row is not None})
 
 
+@repeatable
 def signal_saga(
     app: Celery, id: OperationId, event_type: str, data: Any, change: Change, *, match: str | None = None
 ) -> Signalled:
@@ -161,6 +164,7 @@ def signal_saga(
     return Signalled(event_type, match, attributes["id"], is_awaited)
 
 
+@repeatable
 def retry_saga(app: Celery, id: OperationId, change: Change) -> Retried:
     """Let a saga that has stopped go on now: after a deploy, or once what an undo needs is there again.
 
@@ -180,6 +184,7 @@ def retry_saga(app: Celery, id: OperationId, change: Change) -> Retried:
     return retried
 
 
+@repeatable
 def mark_undone(app: Celery, id: OperationId, name: str, change: Change) -> None:
     """Record that a person has undone what a stopped saga could not undo; it goes on with the rest.
 

@@ -18,6 +18,7 @@ from ..errors import ChangeRefused, OperationNotFound
 from ..hosts import Allowed
 from ..store import operations, waking
 from ..store import webhooks as stored
+from ..store.statements import repeatable
 from ..webhooks import challenge
 from ..webhooks.addresses import target_of
 from ..webhooks.posting import Sender
@@ -116,6 +117,7 @@ def rotate_secret(
     return verifier_of(secret)
 
 
+@repeatable
 def redeliver(app: Celery, change: Change, id: str) -> int:
     """Deliver again, under the same id, what was delivered or given up; what waits for its next attempt, now.
 

@@ -35,9 +35,19 @@ RETURNING key, fence, token, attempts, generation, fingerprint,
     -- nothing is acknowledged because of it, as with a single claim that is new
     set_config('synchronous_commit', 'off', true)
 """
-# There the order is that of the locks of keys, which two keys may share.
-_CLAIM_NEW_IN_PARTITIONS = _CLAIM_NEW.replace(f"{CONFLICT} DO NOTHING\n", "").replace(
-    "ORDER BY key\n", f"ORDER BY {lock_of('%(tenant)s', '%(task)s', 'key')}\n"
+# There the locks of keys come first. What is locked is asked about alone: a batch that waited would hold hundreds of locks
+# meanwhile, for as long as an `on_failed` takes perhaps.
+_FREE = f"""
+), free AS MATERIALIZED (
+    SELECT * FROM given
+    WHERE set_config('idempotency.keys_locked', 'on', true) = 'on'
+      AND pg_try_advisory_xact_lock({lock_of("%(tenant)s", "%(task)s", "key")})
+)
+INSERT"""
+_CLAIM_NEW_IN_PARTITIONS = (
+    _CLAIM_NEW.replace(f"{CONFLICT} DO NOTHING\n", "")
+    .replace("\n)\nINSERT", _FREE)
+    .replace("FROM given\n-- an older", "FROM free\n-- an older")
 )
 
 # What a single claim answers for those: as there, by the record alone. OFFSET 0, because by the conditions together a plan that

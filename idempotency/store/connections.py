@@ -22,6 +22,7 @@ from .driver import (
     SET_TENANTS,
     CheckedConnection,
     OneStatementCursor,
+    RepeatingCursor,
     TransactionCursor,
     begin_on_clean_connections,
     use_checked_connections,
@@ -283,8 +284,7 @@ def act_for(connection: Connection, tenants: Collection[str]) -> None:
 
 
 def _wrap_statements(driver: CheckedConnection, _: Any) -> None:
-    if driver.is_pooled:
-        driver.cursor_factory = TransactionCursor
+    driver.cursor_factory = TransactionCursor if driver.is_pooled else RepeatingCursor
 
 
 def _roll_back(driver: CheckedConnection, record: Any, state: PoolResetState) -> None:

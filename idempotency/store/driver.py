@@ -17,7 +17,7 @@ from psycopg.sql import as_string
 from sqlalchemy import Connection, Engine, ExceptionContext, event
 
 from ..errors import SessionNotYours, SettingsError
-from .statements import leave_out_values
+from .statements import TRIES, leave_out_values
 
 # PgBouncer's answer to options, unless its ignore_startup_parameters names them.
 REFUSED_OPTIONS = "unsupported startup parameter"
@@ -187,22 +187,39 @@ def _check(connection: psycopg.Connection[Any], query: Any, params: Any) -> None
     connection.may_have_role = connection.may_have_role or takes_role(query)
 
 
-class TransactionCursor(psycopg.Cursor[Any]):
+class RepeatingCursor(psycopg.Cursor[Any]):
+    """Runs a statement that is a transaction of its own again, if a record that it waited for has moved to another partition."""
+
+    def execute(self, query: Any, params: Any = None, **options: Any) -> Self:
+        left = TRIES
+        while True:
+            left -= 1
+            try:
+                return self._execute_once(query, params, **options)
+            except psycopg.errors.SerializationFailure:
+                if not left or self.connection.pgconn.transaction_status != TransactionStatus.IDLE:
+                    raise  # of a longer transaction, whoever has begun it begins again
+
+    def _execute_once(self, query: Any, params: Any, **options: Any) -> Self:
+        return super().execute(query, params, **options)
+
+
+class TransactionCursor(RepeatingCursor):
     """Runs each statement in a transaction with our settings, for a connection in AUTOCOMMIT mode behind a pooler.
 
     This takes four round trips instead of one.
     """
 
-    def execute(self, query: Any, params: Any = None, **options: Any) -> Self:
+    def _execute_once(self, query: Any, params: Any, **options: Any) -> Self:
         connection = self.connection
         assert isinstance(connection, CheckedConnection)
         if connection.pgconn.transaction_status != TransactionStatus.IDLE:
-            return super().execute(query, params, **options)
+            return super()._execute_once(query, params, **options)
         with connection.transaction():
             psycopg.Cursor(connection).execute(connection.set_local)
             if connection.tenants:
                 psycopg.Cursor(connection).execute(SET_TENANTS, {"tenants": connection.tenants, "local": True})
-            return super().execute(query, params, **options)
+            return super()._execute_once(query, params, **options)
 
 
 def begin_on_clean_connections(engine: Engine) -> None:

@@ -2,7 +2,9 @@
 
 A unique index of a partitioned table has to contain the column that it is partitioned by, so there Postgres refuses ON
 CONFLICT. A trigger, `insert_once` (`migrations/partitioning.py`), locks the key until the end of the transaction, looks into
-all partitions, and leaves the row out if its key has a record.
+all partitions, and leaves the row out if its key has a record. One key at a time has a lock of its own, beside a shared one of
+4,096. Who inserts or moves many takes those alone instead: with a lock for each key, a few of them would need more locks than
+Postgres has room for. They wait for none, and leave out what is locked.
 """
 
 from __future__ import annotations
@@ -21,12 +23,13 @@ from .statements import execute
 IS_NEW = "xmax = 0"
 CONFLICT = "ON CONFLICT (tenant, task, key)"
 
-# A number for the lock of a key, one of 4,096: with one for each key, a few large batches would need more locks than Postgres has
-# room for. It is held for as long as a claim's own short transaction.
 _LOCK = (
     "pg_catalog.hashtextextended('idempotency.records', 0) # "
     "(pg_catalog.hashtextextended({tenant} || E'\\n' || {task} || E'\\n' || {key}, 0) & 4095)"
 )
+_KEY_LOCK = "pg_catalog.hashtextextended({tenant} || E'\\n' || {task} || E'\\n' || {key}, 1)"
+# One of 256, which nothing but the mover waits for: who changes a record in an application's transaction shares it.
+_MOVING_LOCK = _LOCK.replace("idempotency.records", "idempotency.moving").replace("4095", "255")
 
 IS_PARTITIONED = "SELECT relkind = 'p' FROM pg_catalog.pg_class WHERE oid = 'idempotency.records'::regclass"
 # The key in a connection's `info`, for connections that are not ours.
@@ -34,8 +37,18 @@ _KNOWN = "idempotency.is_partitioned"
 
 
 def lock_of(tenant: str, task: str, key: str) -> str:
-    """SQL for the number of the advisory lock of an operation that these expressions name."""
+    """SQL for the number of the lock that an operation shares with others, one of 4,096; the expressions name it."""
     return _LOCK.format(tenant=tenant, task=task, key=key)
+
+
+def key_lock_of(tenant: str, task: str, key: str) -> str:
+    """SQL for the number of its own lock."""
+    return _KEY_LOCK.format(tenant=tenant, task=task, key=key)
+
+
+def moving_lock_of(tenant: str, task: str, key: str) -> str:
+    """SQL for the number of the advisory lock that keeps an operation in its partition."""
+    return _MOVING_LOCK.format(tenant=tenant, task=task, key=key)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +117,17 @@ def is_partitioned(connection: Connection) -> bool:
     if known is None:
         known = connection.info[_KNOWN] = bool(connection.exec_driver_sql(IS_PARTITIONED).scalar_one())
     return known
+
+
+def asked_again(connection: Connection) -> bool:
+    """Whether they are by now, for a process that would not notice: it claims nothing. The connection knows it from then on."""
+    is_so = bool(connection.exec_driver_sql(IS_PARTITIONED).scalar_one())
+    driver: Any = connection.connection.driver_connection
+    if getattr(driver, "is_partitioned", None) is None:
+        connection.info[_KNOWN] = is_so
+    else:
+        driver.is_partitioned = is_so
+    return is_so
 
 
 def fitting(connection: Connection, plain: str, in_partitions: str) -> str:

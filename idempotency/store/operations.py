@@ -13,7 +13,7 @@ from ..errors import MissingExtra, ResultUnreadable
 from ..wire import results
 from ..wire.keys import OperationId
 from .outbox import EXTERNAL
-from .record import OWN, ROW, named
+from .record import COLUMNS, OWN, ROW, named
 from .statements import execute
 
 # All tables in which an accepted operation may appear. What a person has done about it says nothing about whose it is.
@@ -54,9 +54,9 @@ SELECT status, generation, fence, attempts, duplicates, fingerprint, result, err
 FROM idempotency.records WHERE {ROW} AND {OWN}
 """
 
-_READ_LOCKED = f"SELECT * FROM idempotency.records WHERE {ROW} FOR UPDATE"
+_READ_LOCKED = f"SELECT {COLUMNS} FROM idempotency.records WHERE {ROW} FOR UPDATE"
 
-_RECORD = f"SELECT * FROM idempotency.records WHERE {ROW}"
+_RECORD = f"SELECT {COLUMNS} FROM idempotency.records WHERE {ROW}"
 _OUTBOX = f"SELECT * FROM idempotency.outbox WHERE {ROW} ORDER BY id"
 _LETTERS = f"SELECT * FROM idempotency.dead_letters WHERE {ROW} ORDER BY id"
 _AUDIT = f"""

@@ -12,8 +12,9 @@ from sqlalchemy import Connection, Engine
 
 from ..errors import SettingsError
 from .inserting import IS_PARTITIONED
-from .migrations.partitioning import DEFAULT, FUNCTIONS, NO_OLDER_CODE, PARTITIONS
-from .partitions import WIDTHS, border, make_ahead, name_of
+from .migrations.partitioning import DEFAULT, FUNCTIONS, NO_OLDER_CODE, OTHERWISE, PARTITIONS
+from .partitions import make_ahead
+from .periods import WIDTHS, border, name_of
 from .rights import APPLICATION
 from .roles import of_partitions, protect
 from .schema import exclusively
@@ -28,7 +29,7 @@ ALTER TABLE idempotency.records ADD COLUMN IF NOT EXISTS placed_at timestamptz N
 """
 _NO_INDEX = "DROP INDEX CONCURRENTLY IF EXISTS idempotency.records_placed"
 _INDEX = "CREATE UNIQUE INDEX CONCURRENTLY records_placed ON idempotency.records (tenant, task, key, placed_at)"
-_HAS_CHECK = "SELECT EXISTS (SELECT FROM pg_constraint WHERE conname = 'placed_before')"
+_HAS_CHECK = "SELECT EXISTS (SELECT FROM pg_constraint WHERE conname = '{}')"
 _CHECK = f"ALTER TABLE idempotency.records ADD CONSTRAINT placed_before CHECK (placed_at = '{BEFORE}') NOT VALID"
 _VALIDATE = "ALTER TABLE idempotency.records VALIDATE CONSTRAINT placed_before"
 
@@ -96,7 +97,7 @@ def _prepare(connection: Connection) -> None:
     finally:
         outside.rollback()  # nothing: each has committed by itself
         connection.execution_options(isolation_level="READ COMMITTED")
-    if not connection.exec_driver_sql(_HAS_CHECK).scalar_one():
+    if not connection.exec_driver_sql(_HAS_CHECK.format("placed_before")).scalar_one():
         connection.exec_driver_sql(_CHECK)
     connection.commit()
     _committed(connection, _VALIDATE)
@@ -118,6 +119,7 @@ def _partition(connection: Connection, width: str) -> None:
     connection.exec_driver_sql(FUNCTIONS.replace("%", "%%"))
     if is_new:
         connection.exec_driver_sql(_TRIGGER)
+    _place_otherwise(connection)
     _give(connection, owner)
     connection.exec_driver_sql(_WIDTH.format(width))
     connection.commit()
@@ -165,6 +167,17 @@ def _exchange(connection: Connection, width: str) -> None:
     for view in views:
         run(f"CREATE OR REPLACE VIEW {view.name} AS {view.definition}".replace("%", "%%"))
     run(NO_OLDER_CODE)
+
+
+def _place_otherwise(connection: Connection) -> None:
+    """Let all rows of the default partition be of one time, also where earlier code has made it."""
+    run = connection.exec_driver_sql
+    if run(_HAS_CHECK.format("placed_otherwise")).scalar_one():
+        return
+    default = f"{PARTITIONS}.{DEFAULT}"
+    run(f"LOCK TABLE {default} IN ACCESS EXCLUSIVE MODE")
+    run(f"UPDATE {default} SET placed_at = '{OTHERWISE}'")
+    run(f"ALTER TABLE {default} ADD CONSTRAINT placed_otherwise CHECK (placed_at = '{OTHERWISE}')")
 
 
 def _when_nothing_moves(definition: str, events: int) -> str:

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from typing import Any
 
 from sqlalchemy import Connection, Row
@@ -19,20 +18,14 @@ from sqlalchemy.exc import DBAPIError
 
 from ..observe.crash_points import crash_point
 from ..observe.logs import log
-from .inserting import IS_PARTITIONED, is_partitioned
+from .inserting import asked_again
 from .migrations.partitioning import PARTITIONS
+from .periods import WIDTHS, Partition, Partitions, found, missing, name_of
 from .purge import KEEP, OPERATIONS
 from .schema import TRY_AGAIN
 from .statements import describe
-from .sweeps import BATCH, is_row_error, sweep_settings
+from .sweeps import BATCH, NOT_ASIDE, RECORD_ID, is_row_error, one_by_one, sweep_settings
 
-# How long the partitions of a kind are, and how many are made ahead. What comes while none is there goes to the default one.
-WIDTHS = {"hour": timedelta(hours=1), "day": timedelta(days=1), "week": timedelta(weeks=1)}
-AHEAD = {"hour": 6, "day": 3, "week": 2}
-# A Monday: weeks begin there.
-_FIRST = datetime(2001, 1, 1, tzinfo=UTC)
-# Made in the middle of a period, because none was made before: begins so much later, so that nothing of before belongs there.
-MARGIN = timedelta(seconds=10)
 # A partition in which more is needed than this, and than a tenth of it, is not moved: what is past its time there is deleted row by
 # row, until less is left.
 MOVED = 10_000
@@ -45,6 +38,9 @@ OLDER = 1000
 # What a partition does not take away within this time after its own is deleted row by row, in seconds.
 GRACE = 3600.0
 
+# By this name a row is set aside that Postgres refuses to move or to delete, and tried again later, as by a sweep.
+SWEEP = "partitions"
+
 # no_data_found by its name, undefined_table: another process has dropped it.
 GONE = ("P0002", "42P01")
 
@@ -53,12 +49,15 @@ SELECT has_schema_privilege(n.oid, 'USAGE') FROM pg_namespace n, pg_class c
 WHERE n.nspname = %(schema)s AND c.oid = 'idempotency.records'::regclass AND c.relkind = 'p'
   AND has_table_privilege('idempotency.dead_letters'::regclass, 'DELETE')
 """
-_WIDTH = f"SELECT obj_description(to_regnamespace('{PARTITIONS}'), 'pg_namespace')"
-_BOUNDS = f"SELECT name, begins_at, ends_at, is_default, estimated, clock_timestamp() AS now FROM {PARTITIONS}.bounds()"
 _MAKE = f"SELECT {PARTITIONS}.make(%(name)s, %(begins)s, %(ends)s)"
 _KEYS = f"""
 SELECT tenant, task, key FROM {PARTITIONS}.{{function}}(
     %(partition)s, %(service)s, make_interval(secs => %(horizon)s), %(most)s)
+"""
+# Without what Postgres has refused a while ago.
+_TO_HANDLE = f"""
+SELECT r.tenant, r.task, r.key, {RECORD_ID} AS row_id FROM ({_KEYS}) r
+WHERE {NOT_ASIDE.format(name=SWEEP, id=RECORD_ID)}
 """
 _COUNT = f"SELECT count(*) FROM ({_KEYS.format(function='living')}) living"
 _MOVE = f"SELECT {PARTITIONS}.move(%(partition)s, %(tenants)s::text[], %(tasks)s::text[], %(keys)s::text[])"
@@ -84,58 +83,6 @@ WITH given AS MATERIALIZED (
 _waiting: dict[str, float] = {}
 
 
-@dataclass(frozen=True, slots=True)
-class Partition:
-    """A range of creation. Without `begins_at`: the table of before; without `ends_at`: the default one."""
-
-    name: str
-    begins_at: datetime | None
-    ends_at: datetime | None
-    is_default: bool
-    estimated: float
-
-    @property
-    def most_moved(self) -> int:
-        """How many of its operations are moved at most, so that it can go."""
-        return max(MOVED, int(self.estimated / 10))
-
-
-@dataclass(frozen=True, slots=True)
-class Partitions:
-    """All partitions of the records, how long new ones are, and the database's time."""
-
-    width: str
-    all: Sequence[Partition]
-    now: datetime
-
-    @property
-    def default_name(self) -> str:
-        return next(each.name for each in self.all if each.is_default)
-
-    @property
-    def last(self) -> datetime | None:
-        """When the last one ends; None or in the past: what comes goes to the default one."""
-        return max((each.ends_at for each in self.all if each.ends_at is not None), default=None)
-
-    @property
-    def wanted(self) -> datetime:
-        """Until when there should be partitions: the present one, and those made ahead."""
-        return border(self.now, self.width) + AHEAD[self.width] * WIDTHS[self.width]
-
-
-def found(connection: Connection) -> Partitions | None:
-    """The partitions of the records; None if they are in a plain table."""
-    if not connection.exec_driver_sql(IS_PARTITIONED).scalar_one():
-        return None
-    width = connection.exec_driver_sql(_WIDTH).scalar_one()
-    rows = connection.exec_driver_sql(_BOUNDS).all()
-    return Partitions(
-        width,
-        [Partition(each.name, each.begins_at, each.ends_at, each.is_default, each.estimated) for each in rows],
-        rows[0].now,
-    )
-
-
 def keep_up(
     connection: Connection, service: str, *, retention: float, horizon: float, limit: int
 ) -> tuple[int, bool, float]:
@@ -144,7 +91,7 @@ def keep_up(
     Returns how many operations of `service` went with their partitions, whether more may be due, and for how many seconds the
     purge leaves those alone that are past their retention: their partition is about to take them away.
     """
-    if not is_partitioned(connection):
+    if not asked_again(connection):
         return 0, False, 0.0
     if not may_keep_up(connection):
         return 0, False, 0.0  # the doctor says so; all is deleted row by row
@@ -157,7 +104,12 @@ def keep_up(
     partitions = found(connection)
     if partitions is None:
         return 0, False, 0.0
-    moved = empty_default(connection, partitions, limit=limit)
+    moved = 0
+    if not _is_left_alone(name := partitions.default_name):
+        try:
+            moved = empty_default(connection, partitions, limit=limit)
+        except DBAPIError as error:
+            _note(name, error)
     dropped, more = drop_past(connection, partitions, service, retention=retention, horizon=horizon, limit=limit)
     return dropped, more or moved >= limit, WIDTHS[partitions.width].total_seconds() + GRACE
 
@@ -189,30 +141,6 @@ def make_ahead(connection: Connection) -> int:
     return made
 
 
-def missing(partitions: Partitions) -> list[tuple[datetime, datetime]]:
-    """The ranges for which there should be partitions and are none."""
-    soon, ranges = partitions.now + MARGIN, []
-    begins = partitions.last
-    if begins is None or begins < soon:
-        begins = soon.replace(microsecond=0) + timedelta(seconds=1)
-    begins = begins.astimezone(UTC)
-    while begins < partitions.wanted:
-        ends = border(begins, partitions.width)
-        ranges.append((begins, ends))
-        begins = ends
-    return ranges
-
-
-def name_of(begins: datetime) -> str:
-    """The name of the partition of rows from this time on."""
-    return f"records_{begins.astimezone(UTC):%Y%m%dt%H%M%S}"
-
-
-def border(at: datetime, width: str) -> datetime:
-    """The end of the period in which this time is."""
-    return _FIRST + ((at - _FIRST) // WIDTHS[width] + 1) * WIDTHS[width]
-
-
 def empty_default(connection: Connection, partitions: Partitions, *, limit: int) -> int:
     """Move what came while no partition was there to that of today; what is running stays until it has ended. Returns how many."""
     is_there = any(
@@ -228,7 +156,8 @@ def drop_past(
 ) -> tuple[int, bool]:
     """Drop the partitions in which nothing is needed that ended more than `retention` seconds ago.
 
-    Returns how many operations went, and whether more may be due: one by one, at most about `limit` go of each partition.
+    Returns how many operations went, and whether more may be due: one by one, at most about `limit` move, and as many go, of
+    each partition.
     `horizon`: for how many seconds after the last publish of its message an operation is needed. What cannot go now is tried
     again by a later pass: too much in it is needed, or it is in use, or Postgres refuses a row of it.
     """
@@ -236,29 +165,46 @@ def drop_past(
     for each in partitions.all:
         if each.ends_at is None or each.ends_at + timedelta(seconds=retention) > partitions.now:
             continue
-        if _waiting.get(each.name, 0.0) > time.monotonic():
+        if _is_left_alone(each.name):
             continue
         try:
-            gone, deleted = _drop(connection, each, service, horizon, limit)
+            gone, handled = _drop(connection, each, service, horizon, limit)
             dropped += gone
-            more = more or deleted >= limit
+            more = more or handled >= limit
         except DBAPIError as error:
-            if not is_row_error(error):
-                raise
-            if getattr(error.orig, "sqlstate", None) not in (*TRY_AGAIN, *GONE):
-                log.error("partition_stays", partition=each.name, error=describe(error))
-                _waiting[each.name] = time.monotonic() + PAUSE
+            _note(each.name, error)
     return dropped, more
 
 
+def _note(name: str, error: DBAPIError) -> None:
+    """Go on without a partition that cannot be emptied or dropped now. Raises what is about more than this partition."""
+    if not is_row_error(error):
+        raise error
+    if not _is_over_soon(error):
+        log.error("partition_stays", partition=name, error=describe(error))
+        _waiting[name] = time.monotonic() + PAUSE
+
+
+def _is_left_alone(name: str) -> bool:
+    return _waiting.get(name, 0.0) > time.monotonic()
+
+
+def _is_over_soon(error: DBAPIError) -> bool:
+    """Whether somebody else was there first, or holds a lock: no row is refused."""
+    return getattr(error.orig, "sqlstate", None) in (*TRY_AGAIN, *GONE)
+
+
 def _drop(connection: Connection, each: Partition, service: str, horizon: float, limit: int) -> tuple[int, int]:
-    """Returns how many operations went, and how many of them one by one."""
+    """Returns how many operations went, and how many were handled one by one: with `limit` of those there may be more."""
     bounds = {"partition": each.name, "service": service, "horizon": horizon}
-    counted = bounds | {"most": each.most_moved + 1}
-    if connection.exec_driver_sql(_COUNT, counted).scalar_one() > each.most_moved:
+    most = max(MOVED, int(each.estimated / 10))
+    counted = bounds | {"most": most + 1}
+    if connection.exec_driver_sql(_COUNT, counted).scalar_one() > most:
         _waiting[each.name] = time.monotonic() + PAUSE
         return 0, 0
-    _move(connection, each.name, "survivors", service, horizon, each.most_moved)
+    moved = _move(connection, each.name, "survivors", service, horizon, min(limit, most))
+    if moved >= limit:
+        return 0, moved
     deleted = _delete_laden(connection, each.name, service, horizon, limit)
     crash_point("partition.cleared")
     newest = connection.exec_driver_sql(_NEWEST).one()
@@ -295,16 +241,30 @@ def _one_batch_after_another(
     horizon: float,
     limit: int,
 ) -> int:
+    bounds = {"partition": name, "service": service, "horizon": horizon, "most": FETCHED}
     handled, done = 0, 1
     while done and handled < limit:
         # to find them may cost a look at the whole partition
-        rows = _keys(connection, name, function, service, horizon, FETCHED)
-        done = sum(
-            connection.exec_driver_sql(statement, {**fields, **_columns(rows[first : first + BATCH])}).scalar_one()
-            for first in range(0, len(rows), BATCH)
-        )
+        rows = connection.exec_driver_sql(_TO_HANDLE.format(function=function), bounds).all()[: limit - handled]
+        batches = [rows[first : first + BATCH] for first in range(0, len(rows), BATCH)]
+        done = sum(_batch(connection, statement, fields, batch) for batch in batches)
         handled += done
     return handled
+
+
+def _batch(connection: Connection, statement: str, fields: Mapping[str, object], rows: Sequence[Row[Any]]) -> int:
+    """Handle these; if Postgres refuses to, one by one, and what it refuses is set aside. Returns how many."""
+
+    def handle(rows: Sequence[Row[Any]]) -> int:
+        return int(connection.exec_driver_sql(statement, {**fields, **_columns(rows)}).scalar_one())
+
+    try:
+        return handle(rows)
+    except DBAPIError as error:
+        if not is_row_error(error) or _is_over_soon(error):
+            raise
+    done, _ = one_by_one(connection, SWEEP, rows, lambda row: handle([row]))
+    return done
 
 
 def _keys(

@@ -24,6 +24,12 @@ from typing import Any
 from ..wire.keys import OperationId
 from .answers import Claimed
 
+# A whole record, without where it is. Not `*`: that means another result once the records are partitioned, and Postgres then refuses a
+# statement that it has prepared before.
+COLUMNS = """tenant, task, key, status, generation, fence, token, attempts, duplicates, locked_until, locked_by, available_at, fingerprint,
+    message, queue, effects, result, response_code, first_error, error, created_at, opened_at, updated_at, completed_at, expires_at,
+    revoked_generation, error_code, kept_until, taken_over, spent_at, service, woken, erased_at"""
+
 ROW = "tenant = %(tenant)s AND task = %(task)s AND key = %(key)s"
 # Of this application, or without a name, as code of schema 0011 writes them. What belongs to another application is another
 # operation, even under the same tenant, task and key: nothing may be concluded from it.

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import re
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 from weakref import WeakSet
 
 import psycopg
@@ -22,14 +23,23 @@ from ..errors import NotConnected
 from ..observe import outages
 from ..text import without_values
 
+P = ParamSpec("P")
+Answer = TypeVar("Answer")
+
 # read_only_sql_transaction: a standby after a failover, or a server protecting a nearly full disk. For psycopg it is an
 # internal error; here it means that Postgres is unavailable for a while.
 READ_ONLY = "25006"
+# serialization_failure: a record that this waited for has moved to another partition. It moves once in a period; as often as this,
+# a change is made in all until another reason is more likely.
+MOVED, TRIES = "40001", 3
 # insufficient_privilege, and what `idempotency.tenants()` says where no tenant is set.
 NO_RIGHT = "42501"
 NO_TENANT = "idempotency.tenant is not set"
 # invalid_column_reference: ON CONFLICT by an index that is gone.
 NO_UNIQUE_INDEX = "42P10"
+# feature_not_supported, raised here: a table has another column since a statement was prepared with `*`. The text depends on the
+# language.
+OTHER_COLUMNS, CHECKS_PLAN = "0A000", "RevalidateCachedQuery"
 # Classes of SQLSTATE: errors about data quote it; those about a statement have a hint that names columns, and quotes no row.
 DATA, SYNTAX = "22", "42"
 _QUOTED = re.compile('["«„“].*["»“”]', re.DOTALL)
@@ -78,6 +88,26 @@ def execute(connection: Connection, statement: str, parameters: Mapping[str, Any
         if driver.info.transaction_status is TransactionStatus.ACTIVE:
             connection.invalidate()  # interrupted in the middle of a statement, whose answer would be the next one's
         raise
+
+
+def repeatable(change: Callable[P, Answer]) -> Callable[P, Answer]:
+    """Make a change, one transaction, again if a record that it has waited for was moved to another partition meanwhile.
+
+    Postgres refuses the transaction then, and nothing of it is committed.
+    """
+
+    @wraps(change)
+    def repeated(*args: P.args, **kwargs: P.kwargs) -> Answer:
+        left = TRIES
+        while True:
+            left -= 1
+            try:
+                return change(*args, **kwargs)
+            except DBAPIError as error:
+                if not left or getattr(error.orig, "sqlstate", None) != MOVED:
+                    raise
+
+    return repeated
 
 
 def driver_error(error: BaseException) -> BaseException | None:
@@ -165,9 +195,11 @@ def where(error: BaseException) -> str | None:
 
 def _is_stale(driver: Any, error: psycopg.Error) -> bool:
     """Whether a new connection may be answered otherwise: the primary is elsewhere, or row-level security was turned on,
-    or the records were partitioned, after this connection had asked for it."""
+    the records were partitioned, or a table got another column, after this connection had asked for it."""
     if error.sqlstate == READ_ONLY:
         return True
+    if error.sqlstate == OTHER_COLUMNS:
+        return error.diag.source_function == CHECKS_PLAN
     if error.sqlstate == NO_UNIQUE_INDEX:
         return getattr(driver, "is_partitioned", None) is False
     return error.sqlstate == NO_RIGHT and not getattr(driver, "needs_tenant", True) and NO_TENANT in str(error)
@@ -194,9 +226,9 @@ def treat_stale_as_unavailable(engine: Engine) -> None:
 
 
 def _given_up(statement: str | None, error: psycopg.Error) -> OperationalError:
-    """The error for a stale connection. Of those from before row-level security or partitions, the process closes all: an attempt
-    that was claimed on a new one must not have to end on one of them."""
-    if error.sqlstate in (NO_RIGHT, NO_UNIQUE_INDEX):
+    """The error for a stale connection. Of those from before row-level security, partitions or a column, the process closes all:
+    an attempt that was claimed on a new one must not have to end on one of them."""
+    if error.sqlstate in (NO_RIGHT, NO_UNIQUE_INDEX, OTHER_COLUMNS):
         for engine in list(_engines):
             engine.dispose()
     return OperationalError(statement, None, error, hide_parameters=True, connection_invalidated=True)

@@ -20,7 +20,7 @@ from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from ..observe import metrics
 from ..observe.logs import log
-from .statements import READ_ONLY, describe
+from .statements import READ_ONLY, describe, repeatable
 
 # Rows per statement. Short transactions keep others from waiting.
 BATCH = 500
@@ -148,7 +148,7 @@ def one_by_one(
     done = aside = 0
     for row in rows:
         try:
-            done += handle(row)
+            done += repeatable(handle)(row)
         except (PoolTimeout, SoftTimeLimitExceeded):
             raise  # not the row's fault
         except Exception as error:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from ..wire.keys import OperationId
 from .callers import Executes
+from .inserting import moving_lock_of
 from .record import OWN, ROW, named
 
-# Row-level security shows the transaction its tenants alone.
-_ABOUT = "SELECT idempotency.about(%(tenant)s)"
+# Row-level security shows the transaction its tenants alone. The lock keeps the record in its partition until the caller commits: to
+# meet one that moves is an error, after which only the caller could begin again.
+_ABOUT = f"""
+SELECT idempotency.about(%(tenant)s), pg_advisory_xact_lock_shared({moving_lock_of("%(tenant)s", "%(task)s", "%(key)s")})
+"""
 
 # One that is running may have asked the provider before this was known: its release heeds the note.
 _WAKE = f"""

@@ -24,3 +24,13 @@ def template(servers: services.Services) -> Iterator[str]:
     put_into_partitions(url)
     yield name
     servers.drop_database(name)
+
+
+@pytest.fixture
+def plain(servers: services.Services) -> Iterator[str]:
+    """The address of a database with a plain table."""
+    name = f"test_{uuid4().hex[:12]}"
+    url = servers.create_database(name)
+    bank.prepare(url)
+    yield url
+    servers.drop_database(name)

@@ -13,15 +13,15 @@ from celery import Celery
 from sqlalchemy import Connection, Engine, text
 
 from idempotency.application import runtime_of
-from idempotency.store import batches, partitions
+from idempotency.store import batches, partitions, periods
 from idempotency.store.answers import Busy, Claimed, Completed
 from idempotency.store.inserting import is_partitioned
-from idempotency.store.migrations.partitioning import DEFAULT
+from idempotency.store.migrations.partitioning import DEFAULT, OTHERWISE
 from idempotency.wire.delivery import Delivery
 from idempotency.wire.keys import OperationId
 from tests.support import operations as op
-from tests.support.operations import at_once, completed, new_id, started, wait_for_a_lock
-from tests.support.partitions import into_the_past
+from tests.support.operations import at_once, completed, new_id, record, started, wait_for_a_lock
+from tests.support.partitions import into_the_past, put_into_partitions
 from tests.support.processes import eventually
 
 COUNT = text("SELECT count(*) FROM idempotency.records WHERE key = :key")
@@ -113,7 +113,7 @@ def test_batches_with_the_same_keys_share_them_out_without_a_deadlock(bank: Cele
 def test_what_comes_while_no_partition_is_there_is_claimed_and_moves_later(
     connection: Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(partitions, "MARGIN", timedelta(seconds=1))
+    monkeypatch.setattr(periods, "MARGIN", timedelta(seconds=1))
     for each in found(connection).all:
         if not each.is_default:
             connection.exec_driver_sql(f"DROP TABLE idempotency_partitions.{each.name}")
@@ -130,8 +130,8 @@ def test_what_comes_while_no_partition_is_there_is_claimed_and_moves_later(
     assert partition_of(connection, held.id) == DEFAULT  # nobody takes it from its holder
 
 
-def found(connection: Connection) -> partitions.Partitions:
-    partitions_found = partitions.found(connection)
+def found(connection: Connection) -> periods.Partitions:
+    partitions_found = periods.found(connection)
     assert partitions_found is not None
     return partitions_found
 
@@ -147,8 +147,39 @@ def test_partitions_are_whole_periods_made_ahead_once(connection: Connection, wi
     partitions.make_ahead(connection)
     assert partitions.make_ahead(connection) == 0
     made = found(connection)
-    assert partitions.missing(made) == []
+    assert periods.missing(made) == []
     for before, after in zip(made.all, made.all[1:-1], strict=False):
         assert before.ends_at == after.begins_at
     assert made.last is not None
     assert made.last >= made.wanted
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+def test_a_partition_is_made_without_a_look_at_the_default_one(connection: Connection, is_told: bool) -> None:
+    """All claims wait meanwhile, and after days without a relay the default one is full. Its CHECK tells Postgres enough."""
+    for each in found(connection).all:
+        if not each.is_default:
+            connection.exec_driver_sql(f"DROP TABLE idempotency_partitions.{each.name}")
+    id = completed(connection).id
+    assert partition_of(connection, id) == DEFAULT
+    if not is_told:  # the control
+        connection.exec_driver_sql(f"ALTER TABLE idempotency_partitions.{DEFAULT} DROP CONSTRAINT placed_otherwise")
+    driver: Any = connection.connection.driver_connection
+    said: list[str] = []
+    driver.add_notice_handler(lambda notice: said.append(notice.message_primary))
+    connection.exec_driver_sql("SET client_min_messages = debug1")
+    assert partitions.make_ahead(connection) == 4
+    known = f'updated partition constraint for default partition "{DEFAULT}" is implied by existing constraints'
+    assert said.count(known) == (4 if is_told else 0)
+
+
+def test_what_earlier_code_has_put_into_the_default_one_is_placed_apart(engine: Engine, connection: Connection) -> None:
+    connection.exec_driver_sql(f"ALTER TABLE idempotency_partitions.{DEFAULT} DROP CONSTRAINT placed_otherwise")
+    for each in found(connection).all:
+        if not each.is_default:
+            connection.exec_driver_sql(f"DROP TABLE idempotency_partitions.{each.name}")
+    id = completed(connection).id
+    connection.exec_driver_sql("UPDATE idempotency.records SET placed_at = clock_timestamp()")
+    put_into_partitions(engine.url.render_as_string(hide_password=False))
+    assert partition_of(connection, id) == DEFAULT
+    assert f"{record(connection, id).placed_at:%Y}" == OTHERWISE[:4]

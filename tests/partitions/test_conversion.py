@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
-from uuid import uuid4
+from typing import Any
 
 import pytest
 from alembic.migration import MigrationContext
@@ -13,18 +14,17 @@ from sqlalchemy import Connection, Engine, create_engine, text
 from sqlalchemy.exc import DBAPIError, OperationalError
 from sqlalchemy.pool import NullPool
 
-import services
 from idempotency.application import runtime_of, settings_of
 from idempotency.checks.findings import Level
 from idempotency.checks.postgres import check_database
 from idempotency.errors import SettingsError
 from idempotency.settings import Settings
-from idempotency.store import partitioning, partitions, purge, roles, schema
+from idempotency.store import operations, partitioning, partitions, periods, purge, roles, schema
 from idempotency.store.answers import Claimed, Completed
 from idempotency.store.migrations.indexes import create_index
 from idempotency.store.migrations.partitioning import PARTITIONS
+from idempotency.store.record import COLUMNS
 from idempotency.store.rights import APPLICATION, OPERATOR, RELAY
-from tests.support import bank as bank_module
 from tests.support import operations as op
 from tests.support.commands import runner
 from tests.support.operations import completed, failed, new_id, record, started, status
@@ -37,16 +37,6 @@ OF_RECORDS = """
     SELECT regexp_replace(pg_get_indexdef(indexrelid), ' ON (ONLY )?\\S+ ', ' ON records '), indisvalid FROM pg_index
     WHERE indrelid = '{}'::regclass AND NOT indisprimary ORDER BY 1
 """
-
-
-@pytest.fixture
-def plain(servers: services.Services) -> Iterator[str]:
-    """The address of a database with a plain table."""
-    name = f"test_{uuid4().hex[:12]}"
-    url = servers.create_database(name)
-    bank_module.prepare(url)
-    yield url
-    servers.drop_database(name)
 
 
 @pytest.fixture
@@ -82,10 +72,10 @@ def test_it_may_be_done_again_with_another_width_and_migrating_leaves_it(plain: 
     put_into_partitions(plain, "day")
     put_into_partitions(plain, "hour")
     schema.migrate(create_engine(plain, poolclass=NullPool))
-    found = partitions.found(connection)
+    found = periods.found(connection)
     assert found is not None
     assert found.width == "hour"
-    assert partitions.missing(found) == []
+    assert periods.missing(found) == []
 
 
 def test_what_was_interrupted_is_done_again(
@@ -115,6 +105,46 @@ def test_processes_that_run_go_on_with_a_new_connection(bank: Celery, plain: str
         op.claim(connection, id)
     with runtime.autocommit() as connection:
         assert isinstance(op.claim(connection, id), Claimed)
+
+
+def test_who_reads_goes_on_with_the_same_connection(bank: Celery, plain: str) -> None:
+    """What Postgres has prepared for it before means the same afterwards."""
+    bank.conf.idempotency_database_url = plain
+    runtime = runtime_of(bank)
+    with runtime.autocommit() as connection:
+        id = completed(connection).id
+
+    def read() -> list[Any]:
+        with runtime.autocommit() as connection:
+            driver: Any = connection.connection.driver_connection
+            prepared = connection.exec_driver_sql("SELECT count(*) FROM pg_prepared_statements").scalar_one()
+            found = operations.read_locked(connection, id), operations.operation(connection, id)
+            return [driver.info.backend_pid, prepared > 0, found]
+
+    for _ in range(8):
+        before = read()
+    assert before[1]
+    put_into_partitions(plain)
+    assert read() == before
+
+
+def test_a_connection_from_before_a_column_is_given_up(bank: Celery, plain: str) -> None:
+    bank.conf.idempotency_database_url = plain
+    runtime, id = runtime_of(bank), new_id()
+    for _ in range(8):
+        with runtime.autocommit() as connection:
+            operations.operation(connection, id)
+    with create_engine(plain, isolation_level="AUTOCOMMIT", poolclass=NullPool).connect() as own:
+        own.exec_driver_sql("ALTER TABLE idempotency.outbox ADD COLUMN another text")
+    with pytest.raises(OperationalError, match="cached plan"), runtime.autocommit() as connection:
+        operations.operation(connection, id)
+    with runtime.autocommit() as connection:
+        operations.operation(connection, id)
+
+
+def test_a_whole_record_has_all_columns(connection: Connection) -> None:
+    row = record(connection, completed(connection).id)
+    assert set(row._mapping) == set(re.findall(r"\w+", COLUMNS))
 
 
 def test_a_width_that_there_is_not_is_refused(
@@ -202,7 +232,7 @@ def test_the_doctor_says_what_upkeep_has_not_done(bank: Celery, engine: Engine) 
 
     assert said() == ["ok 6, by day"]
     with engine.connect() as connection:
-        for each in partitions.found(connection).all:  # type: ignore[union-attr]
+        for each in periods.found(connection).all:  # type: ignore[union-attr]
             if not each.is_default:
                 connection.exec_driver_sql(f"DROP TABLE {PARTITIONS}.{each.name}")
         completed(connection)

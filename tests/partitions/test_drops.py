@@ -15,7 +15,7 @@ from sqlalchemy.exc import DBAPIError, OperationalError
 
 from idempotency.application import runtime_of
 from idempotency.observe import crash_points
-from idempotency.store import partitions, purge
+from idempotency.store import partitions, periods, purge
 from idempotency.store.answers import Claimed
 from idempotency.upkeep import maintenance
 from idempotency.wire.keys import OperationId
@@ -177,8 +177,8 @@ def test_a_process_cut_off_before_the_drop_loses_and_doubles_nothing(
     assert not is_there(connection)
 
 
-def whole(connection: Connection) -> partitions.Partitions:
-    found = partitions.found(connection)
+def whole(connection: Connection) -> periods.Partitions:
+    found = periods.found(connection)
     assert found is not None
     return found
 
@@ -214,7 +214,7 @@ def test_what_comes_between_the_look_and_the_drop_keeps_the_partition(
 
 
 def test_no_partition_goes_before_it_has_ended(connection: Connection) -> None:
-    found = partitions.found(connection)
+    found = periods.found(connection)
     assert found is not None
     present = next(each for each in found.all if each.begins_at and each.ends_at and each.ends_at > found.now)
     fields = {"partition": present.name, "service": op.SERVICE, "row": 0, "letter": 0}
@@ -294,7 +294,7 @@ def test_claims_go_on_while_partitions_are_dropped(bank: Celery, engine: Engine,
     def drop() -> int:
         with runtime_of(bank).autocommit() as own:
             while not stop.is_set():
-                found = partitions.found(own)
+                found = periods.found(own)
                 assert found is not None
                 partitions._waiting.clear()
                 partitions.drop_past(own, found, op.SERVICE, retention=3600.0, horizon=60.0, limit=1000)

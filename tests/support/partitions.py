@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
-from sqlalchemy import Connection, create_engine
+from sqlalchemy import Connection, Engine, create_engine
 from sqlalchemy.pool import NullPool
 
 from idempotency.store import partitioning, partitions
+from idempotency.wire.keys import OperationId
+from tests.support.operations import wait_for_a_lock
+
+Answer = TypeVar("Answer")
 
 # As the mover does: nothing is new, and nothing is gone.
 _AGE = """
@@ -29,6 +34,22 @@ def into_the_past(connection: Connection) -> None:
     """Put all records into a partition that ended long ago. The connection commits each statement."""
     connection.exec_driver_sql(_AGE)
     partitions._waiting.clear()
+
+
+def while_it_moves(engine: Engine, connection: Connection, id: OperationId, change: Callable[[], Answer]) -> Answer:
+    """What a change answers that finds this record just moving to another partition, and has to wait for it.
+
+    The connections commit each statement.
+    """
+    into_the_past(connection)
+    with engine.connect() as mover, ThreadPoolExecutor(1) as threads:
+        mover.exec_driver_sql("BEGIN")
+        fields = {"partition": "records_before", "tenants": [id.tenant], "tasks": [id.task], "keys": [id.key]}
+        assert mover.exec_driver_sql(partitions._MOVE, fields).scalar_one() == 1
+        changing = threads.submit(change)
+        wait_for_a_lock(connection)
+        mover.exec_driver_sql("COMMIT")
+        return changing.result(20)
 
 
 @contextmanager

@@ -21,6 +21,8 @@ LIBRARY = Path(__file__).parents[2] / "idempotency"
 WRITES = re.compile(
     r"\b(INSERT INTO|UPDATE|DELETE FROM) idempotency\.|\bidempotency\.(keep_event|signal_saga|resume_saga)\("
 )
+# Waits for whoever changes a record.
+OF_RECORDS = re.compile(r"UPDATE idempotency\.records|FROM idempotency\.records[^;]*FOR (NO KEY )?UPDATE")
 CHANGES = {
     "add_endpoint",
     "add_operator",
@@ -71,24 +73,30 @@ def used(tree: ast.AST, namespace: dict[str, Any]) -> Iterator[object]:
 
 def functions(tree: ast.AST, namespace: dict[str, Any], package: str) -> set[FunctionType]:
     """The functions of a package that some code names."""
-    found = {each for each in used(tree, namespace) if isinstance(each, FunctionType)}
+    found = {inspect.unwrap(each) for each in used(tree, namespace) if isinstance(each, FunctionType)}
     return {function for function in found if function.__module__.startswith(f"idempotency.{package}.")}
 
 
-def writes(function: FunctionType) -> bool:
+def writes(function: FunctionType, what: re.Pattern[str] = WRITES) -> bool:
     """Whether a function of the store has a statement that writes, or calls another one that has."""
     tree = tree_of(function)
-    if any(isinstance(each, str) and WRITES.search(each) for each in used(tree, function.__globals__)):
+    if any(isinstance(each, str) and what.search(each) for each in used(tree, function.__globals__)):
         return True
-    return any(writes(each) for each in functions(tree, function.__globals__, "store") - {function})
+    return any(writes(each, what) for each in functions(tree, function.__globals__, "store") - {function})
 
 
-def changes(function: FunctionType) -> bool:
+def changes(function: FunctionType, what: re.Pattern[str] = WRITES) -> bool:
     """Whether a function of `operate` writes more than an audit row, itself or by another function of `operate`."""
     tree = tree_of(function)
-    if any(writes(each) for each in functions(tree, function.__globals__, "store")):
+    if any(writes(each, what) for each in functions(tree, function.__globals__, "store")):
         return True
-    return any(changes(each) for each in functions(tree, function.__globals__, "operate") - {function, audit})
+    return any(changes(each, what) for each in functions(tree, function.__globals__, "operate") - {function, audit})
+
+
+def is_repeatable(function: FunctionType) -> bool:
+    """Whether it, or the transaction in it, is made again if a record was moved to another partition meanwhile."""
+    decorators = [each for node in ast.walk(tree_of(function)) for each in getattr(node, "decorator_list", ())]
+    return "repeatable" in map(ast.unparse, decorators)
 
 
 def is_audited(function: FunctionType) -> bool:
@@ -107,7 +115,8 @@ def public_changes() -> dict[str, FunctionType]:
     return {
         name: function
         for module in modules("operate")
-        for name, function in inspect.getmembers(module, inspect.isfunction)
+        for name, member in inspect.getmembers(module, inspect.isfunction)
+        for function in [inspect.unwrap(member)]  # one that is `repeatable`
         if function.__module__ == module.__name__ and not name.startswith("_")
         if function is not audit and changes(function)
     }
@@ -120,6 +129,15 @@ def test_the_changes_that_people_can_make_are_known() -> None:
 @pytest.mark.parametrize("name", sorted(CHANGES))
 def test_a_change_writes_its_audit_row_itself_and_in_its_transaction(name: str) -> None:
     assert is_audited(public_changes()[name])
+
+
+def test_a_change_that_may_meet_a_record_that_moves_is_repeatable() -> None:
+    found = {
+        name: is_repeatable(function) for name, function in public_changes().items() if changes(function, OF_RECORDS)
+    }
+    # whoever commits these makes them again
+    assert {name for name, is_so in found.items() if not is_so} == {"approve", "request"}
+    assert len(found) > 10
 
 
 def test_the_command_line_writes_no_table_itself() -> None:

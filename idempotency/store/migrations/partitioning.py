@@ -4,7 +4,7 @@ They run with their owner's rights, since only an owner makes and drops tables, 
 right to their schema.
 """
 
-from ..inserting import lock_of
+from ..inserting import key_lock_of, lock_of, moving_lock_of
 from ..schema import MIGRATION_LOCK
 
 PARTITIONS = "idempotency_partitions"
@@ -12,6 +12,9 @@ PARTITIONS = "idempotency_partitions"
 COMPATIBLE_FROM = "0016"
 # The partition of rows for which there is no other.
 DEFAULT = "records_otherwise"
+# When all rows there were placed: a time that belongs to no other partition ever. So Postgres knows, by a CHECK, that none of them
+# belongs to a partition that is made, and reads none of them while claims wait. (Not 'infinity', which psycopg does not read.)
+OTHERWISE = "9000-01-01 00:00:00+00"
 # Any constant not used elsewhere: two relays do not make the same partition.
 MAKING_LOCK = 0x1DE4907F
 
@@ -88,12 +91,18 @@ FUNCTIONS = f"""
 CREATE OR REPLACE FUNCTION {PARTITIONS}.insert_once() RETURNS trigger LANGUAGE plpgsql
 SET search_path = pg_catalog, pg_temp SET enable_seqscan = off AS $$
 BEGIN
-    PERFORM pg_advisory_xact_lock({lock_of("NEW.tenant", "NEW.task", "NEW.key")});
+    IF current_setting('idempotency.keys_locked', true) IS DISTINCT FROM 'on' THEN  -- as many have it, who hold the first alone
+        PERFORM pg_advisory_xact_lock_shared({lock_of("NEW.tenant", "NEW.task", "NEW.key")});
+        PERFORM pg_advisory_xact_lock({key_lock_of("NEW.tenant", "NEW.task", "NEW.key")});
+    END IF;
     -- With a snapshot of its own, which shows what was committed while the lock was waited for.
     IF EXISTS (
         SELECT FROM idempotency.records r WHERE r.tenant = NEW.tenant AND r.task = NEW.task AND r.key = NEW.key
     ) THEN
         RETURN NULL;
+    END IF;
+    IF TG_TABLE_NAME = '{DEFAULT}' THEN
+        NEW.placed_at := '{OTHERWISE}';
     END IF;
     RETURN NEW;
 END $$;
@@ -132,44 +141,49 @@ BEGIN
         RAISE EXCEPTION 'begins: must be in the future, got %', begins USING ERRCODE = 'invalid_parameter_value';
     END IF;
     EXECUTE format('CREATE TABLE {PARTITIONS}.%I (LIKE idempotency.records INCLUDING DEFAULTS INCLUDING STORAGE)', of_partition);
-    -- PARTITION OF would lock out all claims for as long as this takes.
+    -- PARTITION OF would lock out all claims for as long as this takes. What follows takes a moment, however full the default one is.
     EXECUTE format('ALTER TABLE idempotency.records ATTACH PARTITION {PARTITIONS}.%I FOR VALUES FROM (%L) TO (%L)',
         of_partition, begins, ends);
     RETURN true;
 END $$;
 
--- These rows, but not those that are running or locked, go to the partition of today: who inserts the same key waits, and who
--- changes a row finds none. Triggers do not fire: nothing is new, and nothing has ended or is gone.
+-- These rows, but not those that are running or locked, go to the partition of today. By an UPDATE, so that who waits for a row
+-- gets an error (40001) instead of none, and looks again; a DELETE would tell them that there is no such operation. Triggers do
+-- not fire: nothing is new, and nothing has ended or is gone.
 CREATE OR REPLACE FUNCTION {PARTITIONS}.move(of_partition text, tenants text[], tasks text[], keys text[]) RETURNS bigint
 LANGUAGE plpgsql {_LOCKING} AS $$
 DECLARE
-    columns text := (SELECT string_agg(quote_ident(a.attname), ', ') FROM pg_attribute a
-                     WHERE a.attrelid = 'idempotency.records'::regclass AND a.attnum > 0 AND NOT a.attisdropped
-                       AND a.attname <> 'placed_at');
     moved bigint;
-    deleted bigint;
+    wanted bigint;
 BEGIN
-    PERFORM set_config('idempotency.moving', 'on', true);
+    PERFORM set_config('idempotency.moving', 'on', true), set_config('idempotency.keys_locked', 'on', true);
     EXECUTE format($sql$
         WITH wanted AS MATERIALIZED (
             SELECT DISTINCT w.* FROM unnest($1, $2, $3) w(tenant, task, key)
-        ), locked AS MATERIALIZED (  -- before the rows, as an insert does
-            SELECT w.* FROM wanted w WHERE pg_try_advisory_xact_lock({lock_of("w.tenant", "w.task", "w.key")})
+        ), locked AS MATERIALIZED (  -- before the rows, as an insert and a wake do
+            SELECT w.* FROM wanted w
+            WHERE pg_try_advisory_xact_lock({lock_of("w.tenant", "w.task", "w.key")})
+              AND pg_try_advisory_xact_lock({moving_lock_of("w.tenant", "w.task", "w.key")})
+        ), asleep AS MATERIALIZED (  -- what wakes a saga locks its row first, and then meets no record that moves
+            SELECT g.tenant, g.task, g.key FROM idempotency.sagas g JOIN locked USING (tenant, task, key)
+            FOR NO KEY UPDATE OF g SKIP LOCKED
+        ), free AS MATERIALIZED (
+            SELECT l.* FROM locked l LEFT JOIN asleep a USING (tenant, task, key)
+            WHERE a.key IS NOT NULL OR NOT EXISTS (
+                SELECT FROM idempotency.sagas g WHERE g.tenant = l.tenant AND g.task = l.task AND g.key = l.key)
         ), held AS MATERIALIZED (
-            SELECT r.tenant, r.task, r.key, r.placed_at FROM %1$s r JOIN locked USING (tenant, task, key)
+            SELECT r.tenant, r.task, r.key, r.placed_at FROM %1$s r JOIN free USING (tenant, task, key)
             WHERE r.status <> 'started' FOR UPDATE OF r SKIP LOCKED
-        ), gone AS (
-            DELETE FROM %1$s r USING held h
-            WHERE (r.tenant, r.task, r.key, r.placed_at) = (h.tenant, h.task, h.key, h.placed_at) RETURNING r.*
         ), come AS (
-            INSERT INTO idempotency.records (%2$s) SELECT %2$s FROM gone RETURNING 1
+            UPDATE idempotency.records r SET placed_at = clock_timestamp() FROM held h
+            WHERE (r.tenant, r.task, r.key, r.placed_at) = (h.tenant, h.task, h.key, h.placed_at) RETURNING 1
         )
-        SELECT (SELECT count(*) FROM come), (SELECT count(*) FROM gone)$sql$,
-        {PARTITIONS}.named(of_partition), columns) INTO moved, deleted USING tenants, tasks, keys;
-    IF moved <> deleted THEN  -- of what is in two partitions, which cannot be, `insert_once` would leave none
-        RAISE EXCEPTION 'of % operations only % could be moved', deleted, moved USING ERRCODE = 'integrity_constraint_violation';
+        SELECT (SELECT count(*) FROM come), (SELECT count(*) FROM held)$sql$,
+        {PARTITIONS}.named(of_partition)) INTO moved, wanted USING tenants, tasks, keys;
+    IF moved <> wanted THEN  -- of what is in two partitions, which cannot be, `insert_once` would leave none
+        RAISE EXCEPTION 'of % operations only % could be moved', wanted, moved USING ERRCODE = 'integrity_constraint_violation';
     END IF;
-    PERFORM set_config('idempotency.moving', 'off', true);
+    PERFORM set_config('idempotency.moving', 'off', true), set_config('idempotency.keys_locked', 'off', true);
     RETURN moved;
 END $$;
 
