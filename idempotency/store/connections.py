@@ -22,9 +22,9 @@ from .driver import (
     SET_TENANTS,
     CheckedConnection,
     OneStatementCursor,
-    RepeatingCursor,
     TransactionCursor,
     begin_on_clean_connections,
+    repeating,
     use_checked_connections,
 )
 from .statements import treat_stale_as_unavailable
@@ -284,7 +284,8 @@ def act_for(connection: Connection, tenants: Collection[str]) -> None:
 
 
 def _wrap_statements(driver: CheckedConnection, _: Any) -> None:
-    driver.cursor_factory = TransactionCursor if driver.is_pooled else RepeatingCursor
+    kind: Any = TransactionCursor if driver.is_pooled else driver.cursor_factory
+    driver.cursor_factory = repeating(kind)
 
 
 def _roll_back(driver: CheckedConnection, record: Any, state: PoolResetState) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Generator, Iterator
+from functools import cache
 from typing import Any, Protocol, Self
 
 import psycopg
@@ -187,39 +188,45 @@ def _check(connection: psycopg.Connection[Any], query: Any, params: Any) -> None
     connection.may_have_role = connection.may_have_role or takes_role(query)
 
 
-class RepeatingCursor(psycopg.Cursor[Any]):
-    """Runs a statement that is a transaction of its own again, if a record that it waited for has moved to another partition."""
+class Repeating:
+    """Mixed into a cursor, runs a statement that is a transaction of its own again if a record that it waited for has moved.
 
-    def execute(self, query: Any, params: Any = None, **options: Any) -> Self:
+    To another partition: it is found there.
+    """
+
+    def execute(self, query: Any, params: Any = None, **options: Any) -> Any:
         left = TRIES
         while True:
             left -= 1
             try:
-                return self._execute_once(query, params, **options)
+                return super().execute(query, params, **options)  # type: ignore[misc]
             except psycopg.errors.SerializationFailure:
-                if not left or self.connection.pgconn.transaction_status != TransactionStatus.IDLE:
+                if not left or self.connection.pgconn.transaction_status != TransactionStatus.IDLE:  # type: ignore[attr-defined]
                     raise  # of a longer transaction, whoever has begun it begins again
 
-    def _execute_once(self, query: Any, params: Any, **options: Any) -> Self:
-        return super().execute(query, params, **options)
+
+@cache
+def repeating(cursor: type[psycopg.Cursor[Any]]) -> type[psycopg.Cursor[Any]]:
+    """A kind of cursor with `Repeating` mixed in; that of an application's own engine stays one."""
+    return type(cursor.__name__, (Repeating, cursor), {})
 
 
-class TransactionCursor(RepeatingCursor):
+class TransactionCursor(psycopg.Cursor[Any]):
     """Runs each statement in a transaction with our settings, for a connection in AUTOCOMMIT mode behind a pooler.
 
     This takes four round trips instead of one.
     """
 
-    def _execute_once(self, query: Any, params: Any, **options: Any) -> Self:
+    def execute(self, query: Any, params: Any = None, **options: Any) -> Self:
         connection = self.connection
         assert isinstance(connection, CheckedConnection)
         if connection.pgconn.transaction_status != TransactionStatus.IDLE:
-            return super()._execute_once(query, params, **options)
+            return super().execute(query, params, **options)
         with connection.transaction():
             psycopg.Cursor(connection).execute(connection.set_local)
             if connection.tenants:
                 psycopg.Cursor(connection).execute(SET_TENANTS, {"tenants": connection.tenants, "local": True})
-            return super()._execute_once(query, params, **options)
+            return super().execute(query, params, **options)
 
 
 def begin_on_clean_connections(engine: Engine) -> None:

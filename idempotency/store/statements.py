@@ -29,8 +29,8 @@ Answer = TypeVar("Answer")
 # read_only_sql_transaction: a standby after a failover, or a server protecting a nearly full disk. For psycopg it is an
 # internal error; here it means that Postgres is unavailable for a while.
 READ_ONLY = "25006"
-# serialization_failure: a record that this waited for has moved to another partition. It moves once in a period; as often as this,
-# a change is made in all until another reason is more likely.
+# serialization_failure: a record that this waited for has moved to another partition. A second try finds it there: a record moves once
+# in a period. So often a change is tried in all.
 MOVED, TRIES = "40001", 3
 # insufficient_privilege, and what `idempotency.tenants()` says where no tenant is set.
 NO_RIGHT = "42501"

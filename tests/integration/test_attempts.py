@@ -232,6 +232,26 @@ def test_a_lock_that_is_held_uses_no_attempt(
     assert deliveries.deliver(task, key="k", origin="recover").value == "paid"
 
 
+def test_a_row_that_has_moved_to_another_partition_uses_no_attempt(
+    bank: Celery, deliveries: Deliveries, engine: Engine, record: Record
+) -> None:
+    moves = [1, 2, 3]
+
+    def body(self: Any) -> str:
+        if moves:
+            moves.pop()
+            # what Postgres raises for who has waited for one
+            self.session.execute(text("DO $$ BEGIN RAISE SQLSTATE '40001'; END $$"))
+        return "paid"
+
+    task = make_task(bank, body, max_attempts=2)
+    for _ in range(3):
+        assert deliveries.deliver(task, key="k", origin="recover").state == "RETRY"
+        assert record("k").attempts == 0
+        make_due(engine, "k")
+    assert deliveries.deliver(task, key="k", origin="recover").value == "paid"
+
+
 def test_a_deadlock_uses_no_attempt(bank: Celery, deliveries: Deliveries, engine: Engine, record: Record) -> None:
     """A real one: the body holds one row and waits for the other, whose holder waits for the first."""
     with engine.connect() as connection:

@@ -92,8 +92,8 @@ CREATE OR REPLACE FUNCTION {PARTITIONS}.insert_once() RETURNS trigger LANGUAGE p
 SET search_path = pg_catalog, pg_temp SET enable_seqscan = off AS $$
 BEGIN
     IF current_setting('idempotency.keys_locked', true) IS DISTINCT FROM 'on' THEN  -- as many have it, who hold the first alone
-        PERFORM pg_advisory_xact_lock_shared({lock_of("NEW.tenant", "NEW.task", "NEW.key")});
-        PERFORM pg_advisory_xact_lock({key_lock_of("NEW.tenant", "NEW.task", "NEW.key")});
+        PERFORM pg_advisory_xact_lock_shared({lock_of("NEW.tenant", "NEW.task", "NEW.key")}),
+            pg_advisory_xact_lock({key_lock_of("NEW.tenant", "NEW.task", "NEW.key")});
     END IF;
     -- With a snapshot of its own, which shows what was committed while the lock was waited for.
     IF EXISTS (
