@@ -186,12 +186,17 @@ class DynamoDBStore:
             TableName=self._table, TimeToLiveSpecification={"Enabled": True, "AttributeName": EXPIRES}
         )
 
+    @property
+    def endpoint(self) -> str:
+        """The address of the server. Does not connect. Raises `MissingExtra`."""
+        return str(self._client.meta.endpoint_url)
+
     def server(self) -> tuple[dict[str, Any], dict[str, Any], str]:
-        """What the doctor looks at: the table, its time to live, and the endpoint. Raises `StoreAway`."""
+        """What the doctor looks at: the table, its time to live, and what time the server has. Raises `StoreAway`."""
         with _away():
-            table = self._client.describe_table(TableName=self._table)
+            answer = self._client.describe_table(TableName=self._table)
             lives = self._client.describe_time_to_live(TableName=self._table)["TimeToLiveDescription"]
-            return table, lives, str(self._client.meta.endpoint_url)
+            return answer["Table"], lives, answer["ResponseMetadata"]["HTTPHeaders"].get("date", "")
         raise AssertionError("no condition was given, so none has failed")
 
     def _is_still(self, id: OperationId, item: Mapping[str, Any], rest: Callable[[float], object]) -> bool:

@@ -190,7 +190,11 @@ class RedisStore:
         )
 
     def server(self) -> tuple[dict[str, Any], float]:
-        """What the doctor looks at: the server's INFO, and its clock in seconds since 1970. Raises redis-py's errors."""
+        """What the doctor looks at: the server's INFO, and its clock in seconds since 1970. Raises `StoreAway`."""
+        with _away():
+            return self._server()
+
+    def _server(self) -> tuple[dict[str, Any], float]:
         client: Any = self._client
         if hasattr(client, "get_primaries"):  # of a cluster; the checks are about each, and this one stands for them
             client = client.get_redis_connection(client.get_primaries()[0])
