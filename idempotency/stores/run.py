@@ -81,6 +81,7 @@ class StoreAttempt:
                 done = store.release(claim, delay=delay, keep=keep, give_back=give_back)
         if not done:
             metrics.fenced.labels(claim.id.task).inc()
+            log.warning("fenced", task=claim.id.task, key=claim.id.key, fence=claim.fence, attempt=claim.attempts)
             raise LeaseLost(f"{claim.id.task}: another attempt holds the operation; this one has recorded nothing")
         crash_point("store.recorded")
         return self._ended(ending)

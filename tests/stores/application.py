@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
+import urllib.request
 from typing import Any
 
 from celery import Celery
@@ -13,7 +15,6 @@ from idempotency import DeduplicatedTask, Defer, PermanentError
 from idempotency.queues import quorum_queue
 from idempotency.worker.store_runtimes import close_store_runtimes
 from tests.support import crashing
-from tests.support.bank import call
 
 app = Celery("charges")
 
@@ -54,7 +55,15 @@ def configure(environment: dict[str, str]) -> None:
     app.amqp.__dict__.pop("send_task_message", None)
 
 
-@app.task(base=DeduplicatedTask, bind=True, name="stores.charge", key="{account}")
+def call(url: str, *, idempotency_key: str) -> dict[str, Any]:
+    """Not the one of `bank`: importing that would add its tasks, which need Postgres, to this application."""
+    request = urllib.request.Request(url, b"{}", {"Idempotency-Key": idempotency_key})
+    with urllib.request.urlopen(request, timeout=10) as answer:
+        told: dict[str, Any] = json.load(answer)
+    return told
+
+
+@app.task(base=DeduplicatedTask, bind=True, shared=False, name="stores.charge", key="{account}")
 def charge(self: DeduplicatedTask, account: str, url: str, amount: int = 1) -> dict[str, Any]:
     """A call outside."""
     answer = call(url, idempotency_key=self.outside_key)
@@ -62,7 +71,7 @@ def charge(self: DeduplicatedTask, account: str, url: str, amount: int = 1) -> d
     return {"account": account, "amount": answer["amount"], "fence": self.fence}
 
 
-@app.task(base=DeduplicatedTask, bind=True, name="stores.slow", key="{account}")
+@app.task(base=DeduplicatedTask, bind=True, shared=False, name="stores.slow", key="{account}")
 def slow(self: DeduplicatedTask, account: str, url: str, seconds: float) -> str:
     """Works for a while before it calls."""
     until = time.monotonic() + seconds
@@ -73,7 +82,7 @@ def slow(self: DeduplicatedTask, account: str, url: str, seconds: float) -> str:
     return account
 
 
-@app.task(base=DeduplicatedTask, bind=True, name="stores.failing", key="{account}", max_attempts=3)
+@app.task(base=DeduplicatedTask, bind=True, shared=False, name="stores.failing", key="{account}", max_attempts=3)
 def failing(self: DeduplicatedTask, account: str, how: str) -> None:
     """Fails in the way it is told."""
     match how:
@@ -89,7 +98,7 @@ def failing(self: DeduplicatedTask, account: str, how: str) -> None:
             raise ValueError(how)
 
 
-@app.task(base=DeduplicatedTask, bind=True, name="stores.returning")
+@app.task(base=DeduplicatedTask, bind=True, shared=False, name="stores.returning")
 def returning(self: DeduplicatedTask, value: Any = None) -> Any:
     """Returns what it is given; its key is given per call."""
     return value
