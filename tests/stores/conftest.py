@@ -13,9 +13,9 @@ from idempotency.stores.redis import RedisStore
 from idempotency.stores.store import TIMEOUT
 from tests.stores import dynamodb_server
 from tests.stores.postgres import PostgresStore
+from tests.stores.promises import STORES
 from tests.stores.scene import AgeingDynamoDB, AgeingPostgres, AgeingRedis, Scene
 
-STORES = ("postgres", "redis", "dynamodb")
 REGION, TABLE = "eu-west-1", "operations"
 SERVICE = "shop"
 CREDENTIALS = {"AWS_ACCESS_KEY_ID": "id", "AWS_SECRET_ACCESS_KEY": "secret"}

@@ -15,8 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from idempotency.store.answers import Claimed, Completed, Failed, Mismatch, Renewal
 from idempotency.stores.store import Held
 from idempotency.wire.keys import OperationId
-from tests.stores.conftest import STORES
-from tests.stores.promises import promise
+from tests.stores.promises import STORES, promise
 from tests.stores.scene import ERROR, KEEP, LEASE, RETENTION, Scene, new_id
 
 SEEDS = Path(__file__).parents[1] / "seeds"

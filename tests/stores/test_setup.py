@@ -123,10 +123,10 @@ def test_what_a_restart_or_a_failover_forgets_is_said(tmp_path: Path) -> None:
             assert refusals(application(f"redis://{second}")) == {"idempotency_store": "role slave, need master"}
 
 
-@promise("a record outlives a crash of its server")
+@promise("a record outlives a crash of its server", of="redis")
 @pytest.mark.parametrize("appendonly", ["no", "yes"])
 def test_a_redis_that_is_killed_has_its_records_only_in_its_file(tmp_path: Path, appendonly: str) -> None:
-    """[redis] With `appendfsync everysec`, about the last second is missing even then."""
+    """With `appendfsync everysec`, about the last second is missing even then."""
     options = ("--save", "", "--appendonly", appendonly, "--appendfsync", "always")
     id = new_id()
     for run in ("first", "after a kill"):

@@ -39,8 +39,7 @@ from idempotency.worker.absent import NotHere
 from idempotency.worker.store_runtimes import close_store_runtimes, store_runtime_of
 from tests.stores import application
 from tests.stores.application import charge, failing, returning
-from tests.stores.conftest import STORES
-from tests.stores.promises import promise
+from tests.stores.promises import STORES, promise
 from tests.stores.scene import AgeingDynamoDB, AgeingRedis
 from tests.support import crashing
 from tests.support.deliveries import Deliveries

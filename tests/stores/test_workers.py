@@ -21,8 +21,8 @@ from idempotency.wire.keys import OperationId
 from idempotency.worker.store_runtimes import close_store_runtimes
 from tests.stores import application
 from tests.stores.application import charge
-from tests.stores.conftest import REGION, STORES, TABLE
-from tests.stores.promises import promise
+from tests.stores.conftest import REGION, TABLE
+from tests.stores.promises import STORES, promise
 from tests.support import crashing
 from tests.support.outside import OutsideWorld
 from tests.support.processes import Processes, eventually
@@ -93,7 +93,7 @@ def new_account() -> str:
     return f"a{uuid4().hex[:8]}"
 
 
-@promise("a crash between effect and record repeats the effect, under the same key")
+@promise("a crash between effect and record leaves one effect")
 def test_a_kill_between_effect_and_record_repeats_the_effect_under_the_same_key(
     fleet: Fleet, outside: OutsideWorld
 ) -> None:
@@ -154,7 +154,7 @@ def test_a_frozen_process_that_wakes_after_its_lease_records_nothing(fleet: Flee
 
 
 @pytest.mark.long
-@promise("a crash between effect and record repeats the effect, under the same key")
+@promise("a crash between effect and record leaves one effect")
 def test_after_the_death_of_a_whole_worker_another_repeats_the_effect(fleet: Fleet, outside: OutsideWorld) -> None:
     account = new_account()
     fleet.plan("store.recording", crashing.KILL_WORKER)
