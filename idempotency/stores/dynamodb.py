@@ -25,7 +25,7 @@ from typing import Any
 from ..extras import extra
 from ..store.answers import Claimed, Completed, Failed, Mismatch, Renewal, error_fields
 from ..wire.keys import OperationId
-from .store import Answer, Held, StoreAway, Stored
+from .store import Answer, Held, StoreAway, Stored, mismatch
 
 # Characters. An item ends at 400 KB, with the names and all that is in it beside the result, which is some kilobytes.
 ROOM = 380 * 1000
@@ -152,9 +152,13 @@ class DynamoDBStore:
             self._client.delete_item(
                 TableName=self._table,
                 Key=self._key(id),
-                ConditionExpression="#state IN (:completed, :failed)",
+                ConditionExpression="#state IN (:completed, :failed) AND expires_at >= :now",
                 ExpressionAttributeNames={"#state": "state"},
-                ExpressionAttributeValues={":completed": {"S": "completed"}, ":failed": {"S": "failed"}},
+                ExpressionAttributeValues={
+                    ":completed": _given("completed"),
+                    ":failed": _given("failed"),
+                    ":now": _given(time.time()),
+                },
             )
         return not errors
 
@@ -213,8 +217,9 @@ class DynamoDBStore:
     def _end(self, held: Claimed, state: str, change: str, values: dict[str, Any], keep: float) -> bool:
         values = values | _mine(held) | {":state": state, ":expires": int(time.time() + keep)}
         item, done = self._update(held.id, f"{change} #state = :state, expires_at = :expires", _IS_MINE, values)
-        # or it was done before, and the answer was lost
-        return done or [item.get(name) for name in ("state", "fence", "token")] == [state, held.fence, held.token]
+        # or it was done before, and the answer was lost; unless that is forgotten by now, and only not yet deleted
+        is_done = [item.get(name) for name in ("state", "fence", "token")] == [state, held.fence, held.token]
+        return done or (is_done and item[EXPIRES] >= time.time())
 
     def _update(
         self, id: OperationId, change: str, condition: str, values: Mapping[str, Any]
@@ -256,7 +261,7 @@ def _answer(
 ) -> Completed | Failed | Mismatch | Held | None:
     """What a claim is answered without a write; None: the item may be claimed."""
     if item["fingerprint"] not in fingerprints:
-        return Mismatch(1)
+        return mismatch(item["fingerprint"])
     match item["state"]:
         case "completed":
             return Completed(item["result"])

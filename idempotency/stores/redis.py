@@ -18,10 +18,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from ..store.answers import Claimed, Completed, Failed, Mismatch, Renewal, error_fields
+from ..store.answers import Claimed, Completed, Failed, Renewal, error_fields
 from ..wire.keys import OperationId
 from . import addresses
-from .store import Answer, Held, StoreAway, Stored
+from .store import Answer, Held, StoreAway, Stored, mismatch
 
 if TYPE_CHECKING:
     from redis import Redis, RedisCluster
@@ -37,7 +37,7 @@ local state, token = r[1], ARGV[1]
 if state then
     local is_same = false
     for i = 5, #ARGV do is_same = is_same or r[2] == ARGV[i] end
-    if not is_same then return {'mismatch'} end
+    if not is_same then return {'mismatch', r[2]} end
     if state == 'completed' then return {'completed', r[7]} end
     if state == 'failed' then return {'failed', r[8]} end
 end
@@ -151,7 +151,7 @@ class RedisStore:
             case "failed":
                 return Failed(**error_fields(fields[0]))
             case "mismatch":
-                return Mismatch(1)
+                return mismatch(fields[0])
         left, holder = fields
         return Held(max(int(left), 0) / 1000 if holder == "released" else None)
 

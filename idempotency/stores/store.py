@@ -11,7 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from ..errors import UnknownVersion
 from ..store.answers import Busy, Claimed, Completed, Failed, Mismatch, Renewal
+from ..wire import keys
 from ..wire.keys import OperationId
 
 # Seconds to wait for a store. A claim that waits longer is asked again; a renewal has to come back well within a lease.
@@ -53,6 +55,14 @@ class Stored:
 Answer = Claimed | Completed | Failed | Mismatch | Held
 
 
+def mismatch(fingerprint: str) -> Mismatch:
+    """The answer for a record with another fingerprint. Raises `UnknownVersion` for one by a rule that newer code has."""
+    version = keys.fingerprint_version(fingerprint)
+    if version is not None and version not in keys.FINGERPRINT_RULES:
+        raise UnknownVersion(f"fingerprint: made by rule {version}, which this version does not know")
+    return Mismatch(1)
+
+
 class Store(Protocol):
     """Records by operation. Every method raises `StoreAway` if the store does not answer; whoever asks again loses nothing.
 
@@ -82,7 +92,7 @@ class Store(Protocol):
 
         The same token claims the same attempt again. `fingerprints`: of the arguments, by every known rule, that of new records
         first. `keep`: how long a record is remembered that nobody ends. `seen`: what an earlier claim by this message was
-        answered. `rest` sleeps, and may raise to end the waiting.
+        answered. `rest` sleeps, and may raise to end the waiting. Raises `UnknownVersion` for a record of newer code.
         """
 
     def renew(self, held: Sequence[Claimed], *, lease: float, keep: float) -> dict[str, Renewal]:

@@ -29,6 +29,7 @@ from ..wire.headers import (
     WAITS_HEADER,
     harmless_headers,
 )
+from ..wire.message import Message
 from . import signed_calls
 from .keyed import shown
 from .waiting import is_stopping
@@ -88,9 +89,14 @@ def _published(
     kept = {name: delivery.headers[name] for name in _KEPT if name in delivery.headers}
     headers = {**harmless_headers(delivery.headers), **kept, KEY_HEADER: id.key, TENANT_HEADER: id.tenant, **marks}
     try:
-        # the delay of a quorum queue counts whole seconds
+        # By its queue: a broker's delay has added itself to the routing key. That delay counts whole seconds.
+        queue = Message.delivered(task.request).queue(task.app)
         copy = task.signature_from_request(
-            task.request, headers=headers, countdown=math.ceil(max(delay, 0.0)), retries=retries
+            task.request,
+            queue=queue if queue in task.app.amqp.queues else None,
+            headers=headers,
+            countdown=math.ceil(max(delay, 0.0)),
+            retries=retries,
         )
         with signed_calls.signing(task._settings):
             Task.apply_async(task, copy.args, copy.kwargs, **{**copy.options, **shown(id)})

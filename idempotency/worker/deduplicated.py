@@ -27,6 +27,7 @@ from ..errors import (
     OperationBusy,
     OperationFailed,
     Unanswered,
+    UnknownVersion,
     UnsupportedControl,
 )
 from ..handle import R_co
@@ -68,8 +69,8 @@ class DeduplicatedTask(Without, RetriedTask[P, R_co], Generic[P, R_co]):
     max_attempts    how often the body may run; Celery's `max_retries` says the same without the first attempt
     retention_completed, retention_failed   how long the result answers duplicates, and how long a key stays failed, in seconds
 
-    In the body, `self.outside_key` is the key for calls outside: the same whenever the operation is repeated. `self.fence` grows
-    with each claim of the operation: a target that remembers the highest can refuse a holder that was replaced.
+    In the body, `self.outside_key` is the key for calls outside, and `self.fence` the number of its claim, for a target that
+    remembers the highest one.
     """
 
     abstract = True
@@ -123,7 +124,7 @@ class DeduplicatedTask(Without, RetriedTask[P, R_co], Generic[P, R_co]):
 
     @property
     def fence(self) -> int:
-        """The number of this claim, higher than that of every claim of this operation before."""
+        """The number of this claim, higher than those of all claims of this operation before."""
         return self._attempt.claim.fence
 
     @property
@@ -232,7 +233,7 @@ class DeduplicatedTask(Without, RetriedTask[P, R_co], Generic[P, R_co]):
         """What Celery sees of a delivery: a value, an exception, or `Later`."""
         try:
             outcome = self._run(delivery)
-        except Unanswered as unanswered:
+        except (Unanswered, UnknownVersion) as unanswered:  # a worker of newer code takes what this one does not know
             why = unanswered.__cause__ or unanswered
             return why if delivery.is_eager else Later(PUT_BACK, describe(why))
         match outcome:

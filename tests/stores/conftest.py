@@ -10,12 +10,13 @@ import pytest
 import services
 from idempotency.stores.dynamodb import DynamoDBStore
 from idempotency.stores.redis import RedisStore
-from idempotency.stores.store import TIMEOUT
 from tests.stores import dynamodb_server
 from tests.stores.postgres import PostgresStore
 from tests.stores.promises import STORES
 from tests.stores.scene import AgeingDynamoDB, AgeingPostgres, AgeingRedis, Scene
 
+# Seconds: a machine that runs several suites is no store that is away.
+TIMEOUT = 30.0
 REGION, TABLE = "eu-west-1", "operations"
 SERVICE = "shop"
 CREDENTIALS = {"AWS_ACCESS_KEY_ID": "id", "AWS_SECRET_ACCESS_KEY": "secret"}

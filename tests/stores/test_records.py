@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from idempotency.errors import UnknownVersion
 from idempotency.store.answers import Claimed, Completed, Failed, Mismatch, Renewal
 from idempotency.stores.addresses import open_store
 from idempotency.stores.store import Held
@@ -170,6 +171,10 @@ def test_after_its_retention_the_key_is_free_and_the_fence_still_grows(scene: Sc
     held = scene.completed() if end == "completed" else scene.failed()
     scene.ageing.forgotten(held.id)
     assert scene.state(held.id) is None
+    # nor is there anything to be dropped or ended, in a store that deletes later
+    assert scene.name == "postgres" or not scene.store.drop(held.id)
+    assert not scene.store.complete(held, "9", retention=RETENTION)
+    assert not scene.store.fail(held, ERROR, retention=RETENTION)
     again = scene.started(held.id)
     assert again.fence > held.fence
     assert (again.attempts, again.taken_over) == (1, False)
@@ -283,6 +288,12 @@ def test_the_fingerprint_by_another_known_rule_is_the_same_request(scene: Scene)
     again = scene.claim(held.id, fingerprint="v2:same", also=("v1:same",))
     assert isinstance(again, Claimed)
     assert again.fingerprint == "v1:same"
+
+
+def test_the_fingerprint_by_a_rule_of_newer_code_is_no_other_request(scene: Scene) -> None:
+    held = scene.started(fingerprint="v99:same")
+    with pytest.raises(UnknownVersion, match="rule v99"):
+        scene.claim(held.id)
 
 
 @promise("tenants and tasks do not meet")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 import socket
 import subprocess
 import time
@@ -47,6 +48,9 @@ def application(store: str, **conf: Any) -> Celery:
     @app.task(base=DeduplicatedTask, bind=True, name="t", key="{a}", lazy=False, shared=False)
     def task(self: DeduplicatedTask, a: str) -> None: ...
 
+    app.finalize()
+    for name in [name for name in app.tasks if name != "t" and not name.startswith("celery.")]:
+        app.tasks.pop(name)  # of other tests' applications, which Celery shares
     return app
 
 
@@ -58,21 +62,25 @@ def warnings(app: Celery) -> dict[str, str]:
     return {each.subject: each.found for each in check_stores(app) if each.level is Level.WARNING}
 
 
+def is_free(port: int) -> bool:
+    with socket.socket() as candidate:
+        return candidate.connect_ex(("127.0.0.1", port)) != 0
+
+
 @contextlib.contextmanager
 def own_redis(directory: Path, *options: str) -> Iterator[str]:
     """A Redis with these options. Its address, without a scheme."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    # below the range for outgoing connections; a cluster needs another port, 10,000 above
+    port = next(each for each in random.sample(range(10_000, 32_000), 1000) if is_free(each))
     directory.mkdir(exist_ok=True)
     command = [str(find_program()), *options, "--port", str(port), "--dir", str(directory), "--bind", "127.0.0.1"]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         deadline = time.monotonic() + 30
         while True:
-            with contextlib.suppress(redis.RedisError), redis.Redis(port=port) as client:
-                client.ping()
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
                 break
+            assert process.poll() is None
             assert time.monotonic() < deadline
             time.sleep(0.02)
         yield f"127.0.0.1:{port}"

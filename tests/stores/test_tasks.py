@@ -342,6 +342,14 @@ def test_a_message_whose_processes_have_died_in_every_attempt_fails_without_runn
     assert outcome.value.code == "attempts_exhausted"
 
 
+def test_a_record_of_newer_code_waits_for_a_worker_that_knows_it(shop: Celery, deliver: Any) -> None:
+    key = new_key()
+    options: dict[str, Any] = {"holder": "new", "lease": 60.0, "keep": 600.0, "rest": time.sleep}
+    store_of(shop).claim(id_of(returning, key), token="t", fingerprints=["v99:x"], **options)
+    assert isinstance(deliver(returning, 1, key=key).value, Retry)
+    assert len(copies(shop)) == 1
+
+
 # ---------------------------------------------------------------- without the store
 
 

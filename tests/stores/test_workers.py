@@ -153,6 +153,15 @@ def test_a_frozen_process_that_wakes_after_its_lease_records_nothing(fleet: Flee
     assert list(outside.acts.values()) == [1]
 
 
+def test_attempts_come_back_through_the_brokers_delays(fleet: Fleet, outside: OutsideWorld) -> None:
+    account = new_account()
+    outside.script = ["fail before"] * 3
+    charge.delay(account, outside.url)
+    assert fleet.completed(account).attempts == 4
+    assert list(outside.calls.values()) == [4]
+    assert list(outside.acts.values()) == [1]
+
+
 @pytest.mark.long
 @promise("a crash between effect and record leaves one effect")
 def test_after_the_death_of_a_whole_worker_another_repeats_the_effect(fleet: Fleet, outside: OutsideWorld) -> None:
