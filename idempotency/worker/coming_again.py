@@ -18,6 +18,7 @@ from celery.exceptions import Reject, Retry
 from ..errors import OperationBusy
 from ..observe import metrics
 from ..observe.logs import log
+from ..stores.store import StoreAway
 from ..wire.delivery import Delivery
 from ..wire.headers import (
     FINGERPRINT_HEADER,
@@ -32,7 +33,7 @@ from ..wire.headers import (
 from ..wire.message import Message
 from . import signed_calls
 from .keyed import shown
-from .waiting import is_stopping
+from .waiting import GLANCE, is_stopping
 
 if TYPE_CHECKING:
     from .deduplicated import DeduplicatedTask
@@ -58,6 +59,15 @@ def pause_for(delivery: Delivery, lease: float, due_in: float | None, seen: str)
         return due_in
     # longer than a heartbeat: a holder that lives has changed what was seen
     return lease / 2 if seen else min(2.0 ** _waits(delivery), lease / 2)
+
+
+def rest(seconds: float) -> None:
+    """Sleep, unless the worker is told to stop meanwhile. Raises `StoreAway`."""
+    until = time.monotonic() + seconds
+    while (left := until - time.monotonic()) > 0:
+        if is_stopping():
+            raise StoreAway("the worker stops")
+        time.sleep(min(left, GLANCE))
 
 
 def put_off(task: DeduplicatedTask, delivery: Delivery, later: Later) -> BaseException:

@@ -34,21 +34,21 @@ from ..handle import R_co
 from ..observe.logs import log
 from ..settings import Settings
 from ..store.answers import Completed, Failed, Mismatch
-from ..store.statements import describe
+from ..store.statements import describe, leave_out_values
 from ..stores.run import Outcome, StoreAttempt, run
 from ..stores.runtime import StoreRuntime
-from ..stores.store import Held, StoreAway
+from ..stores.store import Held
 from ..wire import keys
 from ..wire.delivery import Delivery
 from ..wire.headers import FINGERPRINT_HEADER, KEY_HEADER, SEEN_HEADER, TENANT_HEADER, senders_headers
 from . import hooks
 from .absent import NotHere, Without, check_absent
-from .coming_again import Later, pause_for, put_off, retried
+from .coming_again import Later, pause_for, put_off, rest, retried
 from .options import check_values
 from .retrying import RetriedTask
 from .store_runtimes import store_runtime_of
 from .using import P
-from .waiting import GLANCE, Waiting, is_stopping
+from .waiting import Waiting
 
 # A name and not an import, as in Celery: installation.py imports this module.
 INSTALL = "idempotency.installation:install_for_stores"
@@ -98,6 +98,9 @@ class DeduplicatedTask(Without, RetriedTask[P, R_co], Generic[P, R_co]):
     own_call: ClassVar[Any] = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
+        if hooks.is_celerys_own(cls):  # made from `app.Task`, where that is ours: left as it is without us
+            cls.__bases__ = (Task,)
+            return
         super().__init_subclass__(**kwargs)
         hooks.check_class(cls, DeduplicatedTask)
         cls._check()
@@ -206,10 +209,10 @@ class DeduplicatedTask(Without, RetriedTask[P, R_co], Generic[P, R_co]):
             raise Reject(describe(error), requeue=False) from error
         if isinstance(seen, Later):
             raise put_off(self, delivery, seen)
-        if isinstance(seen, Retry):
-            raise retried(self, delivery, seen)
         if isinstance(seen, BaseException):
-            raise seen
+            if not request.is_eager:  # Celery logs it, and sends it to Flower and to a result backend
+                leave_out_values(getattr(seen, "exc", None) or seen)
+            raise retried(self, delivery, seen) if isinstance(seen, Retry) else seen
         return cast(R_co, seen)
 
     def _delivery(self) -> Delivery:
@@ -272,7 +275,7 @@ class DeduplicatedTask(Without, RetriedTask[P, R_co], Generic[P, R_co]):
         while True:
             waiting = Waiting(self.name, time_limit=self._time_limit, is_eager=delivery.is_eager)
             try:
-                outcome = run(runtime, delivery, policy, self._body, waiting.answer, seen=seen, rest=_rest)
+                outcome = run(runtime, delivery, policy, self._body, waiting.answer, seen=seen, rest=rest)
             finally:
                 request.attempt = None
             if not delivery.is_eager:
@@ -334,15 +337,6 @@ class DeduplicatedTask(Without, RetriedTask[P, R_co], Generic[P, R_co]):
     def _time_limit(self) -> float | None:
         limit: float | None = (self.request.timelimit or (None,))[0] or self.time_limit or self.app.conf.task_time_limit
         return limit
-
-
-def _rest(seconds: float) -> None:
-    """Sleep, unless the worker is told to stop meanwhile. Raises `StoreAway`."""
-    until = time.monotonic() + seconds
-    while (left := until - time.monotonic()) > 0:
-        if is_stopping():
-            raise StoreAway("the worker stops")
-        time.sleep(min(left, GLANCE))
 
 
 def deduplicated_tasks(app: Celery) -> list[DeduplicatedTask]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -486,6 +487,19 @@ def test_what_only_postgres_can_keep_says_so(shop: Celery, deliver: Any, name: s
     outcome = deliver(task, new_key())
     assert isinstance(outcome.value, NotHere)
     assert outcome.value.code == "unsupported_control"
+
+
+def test_its_errors_survive_what_celery_does_to_them() -> None:
+    for error in (NotHere("session: no"), StoreAway("Redis: ConnectionError")):
+        again = pickle.loads(pickle.dumps(error))
+        assert (type(again), str(again), again.args) == (type(error), str(error), error.args)
+        assert type(error)(*error.args).args == error.args
+
+
+def test_celerys_own_tasks_stay_its_own_where_this_is_the_base_of_all() -> None:
+    app = Celery("all", task_cls=DeduplicatedTask, set_as_current=False)
+    app.finalize()
+    assert not isinstance(app.tasks["celery.chord_unlock"], DeduplicatedTask)
 
 
 def test_a_task_may_have_a_store_of_its_own(shop: Celery, redis_url: str, deliver: Any) -> None:

@@ -107,6 +107,7 @@ def test_a_kill_between_effect_and_record_repeats_the_effect_under_the_same_key(
     assert stored.attempts == 2
 
 
+@pytest.mark.few(1)
 @promise("a crash before the effect leaves one effect")
 def test_a_kill_before_the_effect_leaves_one_effect(fleet: Fleet, outside: OutsideWorld) -> None:
     account = new_account()
@@ -118,6 +119,7 @@ def test_a_kill_before_the_effect_leaves_one_effect(fleet: Fleet, outside: Outsi
     assert stored.attempts == 2
 
 
+@pytest.mark.few(1)
 @promise("a crash after the record repeats nothing")
 def test_a_kill_after_the_record_repeats_nothing(fleet: Fleet, outside: OutsideWorld) -> None:
     account, last = new_account(), new_account()
@@ -153,6 +155,7 @@ def test_a_frozen_process_that_wakes_after_its_lease_records_nothing(fleet: Flee
     assert list(outside.acts.values()) == [1]
 
 
+@pytest.mark.few(1)
 def test_attempts_come_back_through_the_brokers_delays(fleet: Fleet, outside: OutsideWorld) -> None:
     account = new_account()
     outside.script = ["fail before"] * 3
@@ -175,6 +178,7 @@ def test_after_the_death_of_a_whole_worker_another_repeats_the_effect(fleet: Fle
     assert list(outside.acts.values()) == [1]
 
 
+@pytest.mark.few(1)
 def test_no_log_line_shows_an_argument_a_result_or_an_address(fleet: Fleet, outside: OutsideWorld) -> None:
     account = new_account()
     charge.delay(account, outside.url, amount=918273645)
