@@ -28,7 +28,13 @@ class Gateway:
 
 def test_the_examples_run(redis_url: str, engine: Engine) -> None:
     gateway = Gateway()
-    names: dict[str, Any] = {"broker_url": "memory://", "store": redis_url, "gateway": gateway, "engine": engine}
+    names: dict[str, Any] = {
+        "__name__": "page",
+        "broker_url": "memory://",
+        "store": redis_url,
+        "gateway": gateway,
+        "engine": engine,
+    }
     for block in python_blocks(PAGE):
         exec(block.replace("@app.task(", "@app.task(shared=False, "), names)
     app = names["app"]

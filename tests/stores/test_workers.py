@@ -28,7 +28,7 @@ from tests.support.outside import OutsideWorld
 from tests.support.processes import Processes, eventually
 
 # Seconds: long enough for the heartbeat of a busy machine, short enough to wait for.
-LEASE = 3.0
+LEASE = 2.0
 
 
 @dataclass
