@@ -133,8 +133,12 @@ class DynamoDBStore:
         values = {":one": 1, ":lease": lease, ":expires": int(time.time() + keep)}
         found = {}
         for each in held:
-            _, done = self._update(each.id, change, _IS_MINE, values | _mine(each))
-            found[each.token] = Renewal.HELD if done else Renewal.LOST
+            item, done = self._update(each.id, change, _IS_MINE, values | _mine(each))
+            has_ended = (item.get("fence"), item.get("token")) == (
+                each.fence,
+                each.token,
+            )  # while the heartbeat was asking
+            found[each.token] = Renewal.HELD if done else Renewal.UNKNOWN if has_ended else Renewal.LOST
         return found
 
     def complete(self, held: Claimed, result: str, *, retention: float) -> bool:

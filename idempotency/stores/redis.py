@@ -61,7 +61,9 @@ _MINE = """
 local r = redis.call('HMGET', KEYS[2], 'state', 'fence', 'token', 'attempts')
 local function is_mine(state) return r[1] == state and r[2] == ARGV[1] and r[3] == ARGV[2] end
 """
+# 2: it has ended, by this very claim, while the heartbeat was asking.
 _RENEW = f"""{_MINE}
+if r[2] == ARGV[1] and r[3] == ARGV[2] and r[1] ~= 'started' then return 2 end
 if not is_mine('started') then return 0 end
 redis.call('PEXPIRE', KEYS[2], ARGV[4])
 redis.call('SET', KEYS[1], ARGV[2], 'PX', ARGV[3])
@@ -156,8 +158,9 @@ class RedisStore:
         return Held(max(int(left), 0) / 1000 if holder == "released" else None)
 
     def renew(self, held: Sequence[Claimed], *, lease: float, keep: float) -> dict[str, Renewal]:
+        verdicts = (Renewal.LOST, Renewal.HELD, Renewal.UNKNOWN)
         return {
-            each.token: Renewal.HELD if self._change(_RENEW, each, _ms(lease), _ms(keep)) else Renewal.LOST
+            each.token: verdicts[self._run(_RENEW, each.id, each.fence, each.token, _ms(lease), _ms(keep))]
             for each in held
         }
 

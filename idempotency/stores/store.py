@@ -96,7 +96,7 @@ class Store(Protocol):
         """
 
     def renew(self, held: Sequence[Claimed], *, lease: float, keep: float) -> dict[str, Renewal]:
-        """Renew the leases of these claims. Returns what became of each, by token."""
+        """Renew the leases of these claims. Returns what became of each, by token; unknown if it has ended meanwhile, by itself."""
 
     def complete(self, held: Claimed, result: str, *, retention: float) -> bool:
         """End the operation with a result, for duplicates, for so long."""

@@ -214,7 +214,7 @@ STALE: dict[str, Callable[[Scene, Claimed], bool]] = {
     "complete": lambda scene, held: scene.store.complete(held, "9", retention=RETENTION),
     "fail": lambda scene, held: scene.store.fail(held, ERROR, retention=RETENTION),
     "release": lambda scene, held: scene.store.release(held, delay=0.0, keep=KEEP, give_back=False),
-    "renew": lambda scene, held: scene.store.renew([held], lease=LEASE, keep=KEEP)[held.token] is not Renewal.LOST,
+    "renew": lambda scene, held: scene.store.renew([held], lease=LEASE, keep=KEEP)[held.token] is Renewal.HELD,
 }
 THEN: dict[str, Callable[[Scene, Claimed], object]] = {
     "taken over": lambda scene, held: scene.taken_over(held.id),
@@ -268,6 +268,12 @@ def test_a_late_holder_that_nobody_has_replaced_still_ends_it(scene: Scene) -> N
     scene.ageing.lease_over(held.id)
     assert scene.store.complete(held, "1", retention=RETENTION)
     assert scene.claim(held.id) == Completed("1")
+
+
+@pytest.mark.parametrize("scene", ["redis", "dynamodb"], indirect=True)
+def test_a_renewal_that_comes_after_the_end_of_its_claim_loses_nothing(scene: Scene) -> None:
+    for held in (scene.completed(), scene.failed(), scene.released()):
+        assert scene.store.renew([held], lease=LEASE, keep=KEEP) == {held.token: Renewal.UNKNOWN}
 
 
 # ---------------------------------------------------------------- whose operation it is
