@@ -15,6 +15,7 @@ import kombu.pools
 import pytest
 from celery import Celery
 from celery.exceptions import Ignore, Reject, Retry
+from pydantic import SecretStr
 
 import services
 from idempotency import (
@@ -29,12 +30,14 @@ from idempotency import (
     OperationFailed,
     PermanentError,
     SettingsError,
+    installation,
 )
 from idempotency.store.answers import Claimed
 from idempotency.stores.store import Held, Store, StoreAway
 from idempotency.wire import keys
 from idempotency.wire.headers import KEY_HEADER, SEEN_HEADER, WAITS_HEADER
 from idempotency.wire.keys import OperationId
+from idempotency.wire.signing import signed_at
 from idempotency.worker import coming_again, waiting
 from idempotency.worker.absent import NotHere
 from idempotency.worker.store_runtimes import close_store_runtimes, store_runtime_of
@@ -432,6 +435,19 @@ def test_a_message_shows_its_key_and_no_argument(shop: Celery) -> None:
     (message,) = copies(shop)
     assert message.headers["argsrepr"] == "idempotency-key=a1"
     assert "secret" not in str(message.headers)
+
+
+def test_its_messages_and_their_copies_are_signed_where_messages_are(shop: Celery, deliver: Any) -> None:
+    installation.install()  # as an IdempotentTask beside it does
+    secrets = (SecretStr("s" * 32),)
+    shop.conf.idempotency_message_secrets = secrets[0].get_secret_value()
+    close_store_runtimes(shop)
+    key = new_key()
+    failing.delay(key, "value")
+    deliver(failing, key, "value")
+    found = copies(shop)
+    assert len(found) == 2
+    assert all(signed_at(each.headers, each.body, secrets) is not None for each in found)
 
 
 def test_an_eager_call_runs_once_under_its_key(shop: Celery, outside: OutsideWorld) -> None:

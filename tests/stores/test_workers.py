@@ -20,7 +20,7 @@ from idempotency.stores.store import Store, Stored
 from idempotency.wire.keys import OperationId
 from idempotency.worker.store_runtimes import close_store_runtimes
 from tests.stores import application
-from tests.stores.application import charge
+from tests.stores.application import charge, slow
 from tests.stores.conftest import REGION, TABLE
 from tests.stores.promises import STORES, promise
 from tests.support import crashing
@@ -186,3 +186,17 @@ def test_no_log_line_shows_an_argument_a_result_or_an_address(fleet: Fleet, outs
     for worker in fleet.processes._workers:
         assert "918273645" not in worker.log
         assert outside.url not in worker.log
+
+
+@pytest.mark.few(1)
+def test_remote_control_shows_no_argument_of_what_runs(fleet: Fleet, outside: OutsideWorld) -> None:
+    account = new_account()
+    fleet.plan("working", crashing.HOLD)
+    slow.delay(account, outside.url, 0.1)
+    eventually((fleet.directory / "working.held").exists)
+    try:
+        active = eventually(lambda: application.app.control.inspect(timeout=2).active())
+        assert account in str(active)  # its key
+        assert outside.url not in str(active)
+    finally:
+        (fleet.directory / "working.go").touch()
