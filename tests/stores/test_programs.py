@@ -22,7 +22,7 @@ from tests.stores.scene import ERROR, KEEP, LEASE, RETENTION, Scene, new_id
 SEEDS = Path(__file__).parents[1] / "seeds" / "stores"
 PROGRAMS = int(os.environ.get("STATE_MACHINE_EXAMPLES", "20"))
 # The stand-in for DynamoDB takes about a hundred times as long for an answer as Redis.
-SHARE = {"postgres": 5.0, "redis": 5.0, "dynamodb": 0.5}
+SHARE = {"postgres": 2.0, "redis": 2.0, "dynamodb": 0.5}
 KEYS = st.integers(0, 1)
 FINGERPRINTS = st.sampled_from(["v1:same", "v1:same", "v1:same", "v1:other"])
 WHICH = st.integers(0, 3)
