@@ -63,15 +63,17 @@ def warnings(app: Celery) -> dict[str, str]:
 
 
 def is_free(port: int) -> bool:
-    with socket.socket() as candidate:
-        return candidate.connect_ex(("127.0.0.1", port)) != 0
+    with contextlib.suppress(OSError), socket.socket() as candidate:
+        candidate.bind(("127.0.0.1", port))
+        return True
+    return False
 
 
 @contextlib.contextmanager
 def own_redis(directory: Path, *options: str) -> Iterator[str]:
     """A Redis with these options. Its address, without a scheme."""
-    # below the range for outgoing connections; a cluster needs another port, 10,000 above
-    port = next(each for each in random.sample(range(10_000, 32_000), 1000) if is_free(each))
+    # A cluster needs another port, 10,000 above; both below the range for outgoing connections.
+    port = next(each for each in random.sample(range(10_000, 22_000), 1000) if is_free(each) and is_free(each + 10_000))
     directory.mkdir(exist_ok=True)
     command = [str(find_program()), *options, "--port", str(port), "--dir", str(directory), "--bind", "127.0.0.1"]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
