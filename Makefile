@@ -20,7 +20,7 @@ comma := ,
 with_services = env="$$($(VENV)/python -m services env)" && eval "$$env" && exec
 
 .DEFAULT_GOAL := help
-.PHONY: check help venv pins audit up down status demo api fuzz test test-lowest test-python versions ecosystem celery-suite edge-suite faults chaos chaos-many controls search saga-programs saga-crashes saga-deploy lint types sandbox worker relay beat flower doctor metrics bench soak profile clean migrate
+.PHONY: check help venv pins audit up down status demo api fuzz test test-lowest test-python versions ecosystem celery-suite edge-suite faults chaos chaos-many controls search saga-programs saga-crashes saga-deploy stores lint types sandbox worker relay beat flower doctor metrics bench soak profile clean migrate
 
 help:
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -116,6 +116,9 @@ saga-crashes: .venv/ready ## kill every consumer and saga of the application at 
 saga-deploy: .venv/ready ## replace the code under waiting sagas, beside it, badly and repaired, and check each one's path; SAGAS=1000
 	@$(VENV)/python -m tests.saga_deploy --sagas $(or $(SAGAS),1000) $(ARGS)
 
+stores: .venv/ready ## what each store of records promises: run the tests that show it, and print the table
+	@$(VENV)/python -m tests.stores $(ARGS)
+
 faults: .venv/ready ## run the fault matrix and write docs/faults.md; for a part of it ARGS='-k F1-P2'
 	@$(VENV)/python -m tests.faults $(ARGS)
 
@@ -169,7 +172,7 @@ metrics: migrate ## serve the backlog and all processes' counters for Prometheus
 
 # The other benchmarks need none of what this installs.
 contests := unique duplicates storm outside enqueue batch sagas
-bench: .venv/ready ## compare with plain Celery and what else there is; ONLY=unique,duplicates,storm,outside,enqueue,batch,relay,http,latency,backlog,ordering,resend,scale,waiting,purge,held; QUICK=1: 3 rounds and smaller tables; ARGS='--plot DIR --json'; ONLY=life: what operations leave behind; ONLY=start: import and help; ONLY=sagas,saga_length,saga_waits; ONLY=partitions
+bench: .venv/ready ## compare with plain Celery and what else there is; ONLY=unique,duplicates,storm,outside,enqueue,batch,relay,http,latency,backlog,ordering,resend,scale,waiting,purge,held; QUICK=1: 3 rounds and smaller tables; ARGS='--plot DIR --json'; ONLY=life: what operations leave behind; ONLY=start: import and help; ONLY=sagas,saga_length,saga_waits; ONLY=partitions; ONLY=stores: Redis beside Postgres
 	@$(if $(or $(if $(ONLY),,all),$(filter $(contests),$(subst $(comma), ,$(ONLY)))),$(VENV)/python -m pip install --quiet --disable-pip-version-check \
 		--no-build-isolation --constraint constraints.txt --editable '.[bench]')
 	@$(VENV)/python -m benchmarks $(if $(ONLY),--only $(ONLY)) $(if $(filter 1,$(QUICK)),--rounds 3 --records 1000000) $(ARGS)

@@ -44,7 +44,9 @@ START = "start"
 SAGAS, SAGA_LENGTH, SAGA_WAITS = "sagas", "saga_length", "saga_waits"
 # Beside a plain table: only on request.
 PARTITIONS = "partitions"
-ON_REQUEST = (LIFE, START, SAGAS, SAGA_LENGTH, SAGA_WAITS, PARTITIONS)
+# Records elsewhere, beside Postgres: only on request.
+STORES = "stores"
+ON_REQUEST = (LIFE, START, SAGAS, SAGA_LENGTH, SAGA_WAITS, PARTITIONS, STORES)
 
 
 def main(
@@ -102,6 +104,14 @@ def main(
             look_beside(chosen, running, rounds, messages, waiting, records, as_json, report)
         if PARTITIONS in chosen:
             show_partitions(as_json, running, rounds, messages, records)
+        if STORES in chosen:
+            from . import stores
+
+            costs = stores.measure(running, rounds=rounds, many=messages)
+            ratios = {f"{name}_vs_postgres": over(costs[name], costs["postgres"]) for name in list(costs)[1:]}
+            (first, ratio), *others = ratios.items()
+            also = "".join(f" {name}={each:.3f}" for name, each in others)
+            show(as_json, "ms an attempt", first, ratio, also, **costs)
         if "relay" in chosen:
             rates = relay.measure(engine, rounds=rounds, messages=messages)
             show(as_json, "messages/s", "relay_vs_apply_async", rates.ratio, direct=rates.direct, relay=rates.relay)
@@ -232,6 +242,11 @@ def look_beside(
         held = scale.held_open(running, rounds=rounds, many=many)
         left = f" dead_rows_per_operation={held.dead_rows:.2f} wal_bytes_per_operation={held.wal_bytes:.0f}"
         add("held_ratio", "a transaction held open", held.attempts, held.attempts.ratio(), left)
+
+
+def over(figures: list[float], others: list[float]) -> float:
+    """The median of these over that of the others."""
+    return statistics.median(figures) / statistics.median(others)
 
 
 def show_partitions(as_json: bool, running: services.Services, rounds: int, many: int, records: int) -> None:

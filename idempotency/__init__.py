@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from .wire.delivery import EffectOutcome, Operation
     from .wire.keys import OperationId, content_hash
     from .worker.decorator import idempotent_task
+    from .worker.deduplicated import DeduplicatedTask
     from .worker.task import IdempotentTask
 
 _HOME = {
@@ -102,6 +103,7 @@ _HOME = {
         "content_hash",
     ),
     "worker.decorator": ("idempotent_task",),
+    "worker.deduplicated": ("DeduplicatedTask",),
     "worker.task": ("IdempotentTask",),
 }
 _HOME_OF = {name: module for module, names in _HOME.items() for name in names}
@@ -109,6 +111,7 @@ _HOME_OF = {name: module for module, names in _HOME.items() for name in names}
 __all__ = [
     "AttemptsExhausted",
     "CallRefused",
+    "DeduplicatedTask",
     "Defer",
     "DidNotHappen",
     "EffectInDoubt",

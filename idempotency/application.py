@@ -20,10 +20,15 @@ _open: WeakKeyDictionary[Celery, Runtime] = WeakKeyDictionary()
 _lock = threading.Lock()
 
 
-def settings_of(app: Celery) -> Settings:
+# In the place of an address, where no task needs Postgres.
+NO_DATABASE = "postgresql+psycopg://"
+
+
+def settings_of(app: Celery, *, needs_database: bool = True) -> Settings:
     """Read the settings from the application's configuration, in its namespace if it has one.
 
-    Raises `SettingsError`, as `Settings.read` does.
+    Without `needs_database`, for tasks whose records are in a store, no address of one has to be given. Raises
+    `SettingsError`, as `Settings.read` does.
     """
     # with namespace="CELERY", as Celery finds its own: CELERY_IDEMPOTENCY_LEASE
     prefixes = [PREFIX] if app.namespace is None else [PREFIX, f"{app.namespace}_{PREFIX}".upper()]
@@ -32,6 +37,8 @@ def settings_of(app: Celery) -> Settings:
     is_frameworks = "database_url" not in given and (url := framework().database_url()) is not None
     if is_frameworks:
         given["database_url"] = url
+    elif not needs_database:
+        given.setdefault("database_url", NO_DATABASE)
     settings = Settings.read({"service": app.main or "celery"} | given)
     return (
         settings.model_copy(update={"engine": framework().engine_maker(settings.engine)}) if is_frameworks else settings

@@ -39,6 +39,21 @@ _RECEIVERS: tuple[tuple[Any, Callable[..., object]], ...] = (
     (beat_init, startup.check_beat_start),
     (beat_init, presence.sign_as_beat),
 )
+# Of an application whose records are all in a store, those that need no Postgres.
+_FOR_STORES: tuple[tuple[Any, Callable[..., object]], ...] = (
+    (after_setup_logger, logs.keep_lines_whole),
+    (after_setup_task_logger, logs.keep_lines_whole),
+    (worker_init, startup.check_stores_start),
+    (worker_init, waiting.note_start),
+    (worker_shutting_down, waiting.note_shutdown),
+)
+
+
+def install_for_stores() -> None:
+    """The same for tasks whose records are in a store. Idempotent. Raises `OSError`, as `install` does."""
+    metrics.prepare()
+    for signal, receiver in _FOR_STORES:
+        signal.connect(receiver)
 
 
 def install() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 from urllib.parse import urlsplit
@@ -104,6 +105,38 @@ def redis_address(value: SecretStr) -> SecretStr:
     except ValueError:
         raise ValueError(NOT_AN_ADDRESS) from None
     return value
+
+
+def sentinels(address: str) -> tuple[list[tuple[str, int]], str, str, int]:
+    """Of what follows sentinel://: hosts with ports, user and password, the name of the primary, the database."""
+    place, _, path = address.partition("/")
+    login, _, hosts = place.rpartition("@")
+    name, _, database = path.partition("/")
+    pairs = [each.rpartition(":") for each in hosts.split(",")]
+    if not name or not all(host and port.isdecimal() for host, _, port in pairs) or not (database or "0").isdecimal():
+        raise ValueError("must be sentinel://[user:password@]host:port[,host:port]/primary[/database]")
+    return [(host, int(port)) for host, _, port in pairs], login, name, int(database or 0)
+
+
+def store_address(value: SecretStr) -> SecretStr:
+    address = value.get_secret_value()
+    scheme, _, rest = address.partition("://")
+    match scheme:
+        case "dynamodb":
+            if re.fullmatch(r"[a-z0-9-]+/[A-Za-z0-9_.-]{3,255}", rest) is None:
+                raise ValueError("must be dynamodb://region/table")
+        case "sentinel" | "sentinels":
+            sentinels(rest)
+        case "redis" | "rediss" | "unix" | "redis+cluster" | "rediss+cluster":
+            redis_address(SecretStr(f"{scheme.removesuffix('+cluster')}://{rest}"))
+        case _:
+            raise ValueError(
+                "must begin with redis://, rediss://, sentinel://, sentinels://, redis+cluster://, rediss+cluster:// or dynamodb://"
+            )
+    return value
+
+
+StoreAddress = Annotated[SecretStr, AfterValidator(store_address)]
 
 
 def tenant(value: str) -> str:

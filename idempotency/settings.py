@@ -31,7 +31,7 @@ from . import setting_values as values
 from .errors import SettingsError
 from .hosts import check_hosts
 from .objects import ObjectStore
-from .setting_values import WebAddress
+from .setting_values import StoreAddress, WebAddress
 from .wire.results import LONGEST as LONGEST_RESULT
 
 PREFIX = "idempotency_"
@@ -54,6 +54,13 @@ class Settings(BaseModel):
     session: Annotated[ImportString[Any], AfterValidator(values.session)] = Session
     # Redis only saves work; without it, every claim and duplicate goes to Postgres.
     redis_url: Annotated[SecretStr, AfterValidator(values.redis_address)] | None = None
+    # Where a DeduplicatedTask keeps its records: redis://…, rediss://…, sentinel://…, redis+cluster://…, or dynamodb://region/table.
+    store: StoreAddress | None = None
+    # Where its results go that are too long for a record, as with `large_results_at`, and never the same place: a relay deletes
+    # there what Postgres does not refer to. Nothing deletes here.
+    store_results_at: Annotated[InstanceOf[ObjectStore] | None, BeforeValidator(values.object_store)] = None
+    # How long its key stays failed, for copies of the message that are still on their way; then a new call runs.
+    store_retention_failed: float = Field(HOUR, gt=0)
     # Hosts and networks at which Postgres, Redis, the broker and the result backend may be reached in plain text, or over
     # TLS that does not verify them: where the network itself does. From the environment, separated by commas.
     plain_text_hosts: Annotated[tuple[str, ...], BeforeValidator(values.separated), AfterValidator(check_hosts)] = ()
@@ -222,6 +229,11 @@ class Settings(BaseModel):
             raise ValueError("oidc_issuer, oidc_audience and oidc_keys: all of them or none")
         if self.oidc_issuer and self.people_file:
             raise ValueError("people_file and oidc_issuer: one of them, or two names may be one person")
+        mine, relays = self.store_results_at, self.large_results_at
+        if mine is not None and (mine is relays or (type(mine) is type(relays) and vars(mine) == vars(relays))):
+            raise ValueError(
+                "store_results_at must not be large_results_at, where a relay deletes what it does not know"
+            )
         if self.longest_run < self.lease:
             raise ValueError(f"max_run must not be below lease: max_run={self.max_run} lease={self.lease}")
         return self

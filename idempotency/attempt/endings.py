@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import psycopg
 from sqlalchemy.exc import TimeoutError as PoolTimeout
@@ -21,10 +21,13 @@ from ..errors import (
     RetriesExhausted,
     Undecided,
 )
+from ..settings import Settings
 from ..store.answers import Claimed
 from ..store.statements import MOVED, describe, driver_error
+from ..wire.delivery import Delivery
 from . import conclusions
 from .attempt import Attempt
+from .policy import Policy
 
 # lock_not_available: a statement waited for a lock for longer than lock_timeout
 LOCK_NOT_AVAILABLE = "55P03"
@@ -120,7 +123,27 @@ def _is_for_anothers_lock(error: BaseException) -> bool:
     return driver.diag.source_function == TIMEOUT_FUNCTION  # with NOWAIT the body chose not to wait
 
 
-def end_for(error: BaseException, attempt: Attempt) -> Fail | Release:
+class Judged(Protocol):
+    """What decides how an attempt ends, whether its record is in Postgres or elsewhere."""
+
+    @property
+    def claim(self) -> Claimed: ...
+    @property
+    def policy(self) -> Policy: ...
+    @property
+    def delivery(self) -> Delivery: ...
+    @property
+    def runtime(self) -> HasSettings: ...
+
+
+class HasSettings(Protocol):
+    """What a process holds open under its settings."""
+
+    @property
+    def settings(self) -> Settings: ...
+
+
+def end_for(error: BaseException, attempt: Judged) -> Fail | Release:
     """What an exception of the body means for the operation."""
     claim, policy, settings = attempt.claim, attempt.policy, attempt.runtime.settings
     match error:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from celery import Celery
 
 from ..settings import Settings
+from ..worker.deduplicated import deduplicated_tasks
 from ..worker.task import idempotent_tasks
 from .broker import check_broker, check_broker_settings, check_remote_control, check_signatures
 from .findings import Finding, Level, warning
@@ -28,6 +29,7 @@ from .settings import (
     check_webhooks,
     read_settings,
 )
+from .stores import check_stores
 from .tasks import check_longest_runs, check_names, check_options, check_providers, check_retentions
 from .tls import check_tls, is_refused
 from .unreachable import check_server
@@ -39,6 +41,17 @@ def doctor(app: Celery) -> list[Finding]:
     An unreachable server is a finding, not an exception. One whose address is refused is not asked.
     """
     app.loader.import_default_modules()  # registers the tasks
+    if deduplicated_tasks(app) and not idempotent_tasks(app):
+        findings = [*check_stores(app), *check_tls(app, None)]
+    else:
+        findings = [*_check_with_postgres(app), *check_stores(app)]
+    if not is_refused(findings, "broker_url", "broker_read_url", "broker_write_url"):
+        findings += check_server("broker", "broker_url", lambda: check_broker(app))
+    order = list(reversed(Level))
+    return sorted(findings, key=lambda finding: order.index(finding.level))
+
+
+def _check_with_postgres(app: Celery) -> list[Finding]:
     settings, findings = read_settings(app)
     findings += check_configuration(app, settings)
     if settings is not None:
@@ -64,10 +77,7 @@ def doctor(app: Celery) -> list[Finding]:
         findings += check_people(settings)
         if settings.large_results_at is not None:
             findings += check_objects(settings.large_results_at)
-    if not is_refused(findings, "broker_url", "broker_read_url", "broker_write_url"):
-        findings += check_server("broker", "broker_url", lambda: check_broker(app))
-    order = list(reversed(Level))
-    return sorted(findings, key=lambda finding: order.index(finding.level))
+    return findings
 
 
 def check_configuration(app: Celery, given: Settings | None) -> list[Finding]:

@@ -63,6 +63,16 @@ def check_worker_start(sender: Any, **_: Any) -> None:
     _note(require_safe_setup(sender.app, consumed=sender.app.amqp.queues.consume_from))
 
 
+def check_stores_start(sender: Any, **_: Any) -> None:
+    """Exit with status 1 and one line per reason if a store would lose records, or its address exposes them."""
+    from .stores import check_stores
+
+    findings = check_stores(sender.app)
+    if refusals := [finding for finding in findings if finding.level is Level.REFUSAL]:
+        raise SystemExit("\n".join(f"idempotency: refused to start: {finding}" for finding in refusals))
+    _warn(each for each in findings if each.level is Level.WARNING)
+
+
 def check_beat_start(sender: Any, **_: Any) -> None:
     """Exit with status 1 and one line per reason if the set-up is unsafe."""
     _note(require_safe_setup(sender.app))

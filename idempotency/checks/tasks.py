@@ -12,7 +12,7 @@ from ..worker.task import IdempotentTask
 from .findings import Finding, Level, ok, refusal, warning
 
 # Required of each idempotent task, by its own option or Celery's setting, and what goes wrong otherwise.
-_TASK_RULES: tuple[tuple[str, Any, str], ...] = (
+TASK_RULES: tuple[tuple[str, Any, str], ...] = (
     ("acks_late", True, "a worker that dies loses its messages"),
     ("reject_on_worker_lost", True, "a killed pool process would acknowledge its message"),
     ("retry_on_worker_lost", False, "a message whose workers keep dying would be acknowledged without a dead letter"),
@@ -30,7 +30,7 @@ _TASK_RULES: tuple[tuple[str, Any, str], ...] = (
 def check_options(tasks: list[IdempotentTask]) -> list[Finding]:
     findings = []
     for task in tasks:
-        for name, needed, reason in _TASK_RULES:
+        for name, needed, reason in TASK_RULES:
             value = getattr(task, name, None)
             value = bool(value) if isinstance(needed, bool) else value
             if value != needed:

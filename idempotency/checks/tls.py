@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
+from urllib.parse import urlsplit
 
 import redis.connection
 from celery import Celery
@@ -23,8 +24,11 @@ from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError
 
 from ..hosts import Allowed, is_loopback
+from ..setting_values import sentinels
 from ..settings import Settings
 from ..store.connections import login
+from ..stores.dynamodb import DynamoDBStore
+from ..stores.store import TIMEOUT
 from ..tls import redis_options
 from .findings import Finding, Level, ok, refusal, warning
 
@@ -70,6 +74,12 @@ def check_tls(app: Celery, given: Settings | None) -> list[Finding]:
         advice = "only where the network itself encrypts and knows its servers; remove what does not need it"
         findings.append(warning("idempotency_plain_text_hosts", found, advice))
     return [finding for finding in findings if finding is not None]
+
+
+def check_store_tls(subject: str, address: str, entries: Sequence[str]) -> list[Finding]:
+    """Whether a store is reached encrypted and verified. `entries`: hosts that need not be. Raises `MissingExtra`."""
+    found = _finding(subject, _store(address), Allowed.of(entries))
+    return [] if found is None else [found]
 
 
 def is_refused(findings: Sequence[Finding], *settings: str) -> bool:
@@ -125,6 +135,21 @@ def _hints(url: SecretStr) -> Server:
     with redis.Redis.from_url(url.get_secret_value(), **redis_options(url.get_secret_value())) as client:
         pool = client.connection_pool
         return _redis({"connection_class": pool.connection_class, **pool.connection_kwargs}, _REDIS)
+
+
+def _store(address: str) -> list[Server]:
+    scheme, _, rest = address.partition("://")
+    if scheme == "dynamodb":
+        region, _, table = rest.partition("/")
+        endpoint = urlsplit(DynamoDBStore(region, table, service="", timeout=TIMEOUT).endpoint)
+        wrong = None if endpoint.scheme == "https" else PLAIN  # botocore verifies certificates and names
+        return [Server(_names(endpoint.hostname or "unknown"), wrong, "use an https endpoint")]
+    if scheme in ("sentinel", "sentinels"):
+        encrypted: dict[str, Any] = {"connection_class": redis.SSLConnection} if scheme == "sentinels" else {}
+        options = encrypted | redis_options(f"rediss://{rest}")
+        hosts, _, _, _ = sentinels(rest)
+        return [_redis({"host": host, **options}, "use sentinels://") for host, _ in hosts]
+    return [_hints(SecretStr(f"{scheme.removesuffix('+cluster')}://{rest}"))]
 
 
 def _redis(parameters: Mapping[str, Any], remedy: str) -> Server:

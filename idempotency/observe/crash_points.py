@@ -2,7 +2,8 @@
 
 hint.left · claimed · body.entered · effect.begun · effect.called · effect.recorded · step.recorded ·
 step.committed · result.put · finish.written (UPDATE done, COMMIT not sent) · finish.committed · released · relay.selected ·
-relay.published · relay.confirmed · relay.marked · dead_letter.stored · partition.cleared
+relay.published · relay.confirmed · relay.marked · dead_letter.stored · partition.cleared · store.recording · store.recorded (of a
+DeduplicatedTask: before and after the write that ends it)
 """
 
 from __future__ import annotations

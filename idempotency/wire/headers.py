@@ -15,6 +15,8 @@ TENANT_HEADER = "idempotency-tenant"
 ORIGIN_HEADER = "idempotency-origin"
 # How often a duplicate with on_busy="wait" has come back.
 WAITS_HEADER = "idempotency-waits"
+# What its last delivery saw of the record in a store without a clock: if that is unchanged, its holder is watched.
+SEEN_HEADER = "idempotency-seen"
 OUTBOX_HEADER = "idempotency-outbox-id"
 # The id of a marker: a message whose arrival shows that everything queued before it has left the queue.
 MARKER_HEADER = "idempotency-marker"

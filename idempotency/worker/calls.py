@@ -2,54 +2,35 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, Generic, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, TypeVar, Unpack
 from uuid import UUID
 
-from celery import Signature, Task
+from celery import Signature
 from kombu.utils.uuid import uuid
 from typing_extensions import ParamSpec
 
 from ..application import runtime_of
-from ..errors import CallRefused, InvalidArguments, InvalidKey, MissingKey, SettingsError
+from ..errors import CallRefused, InvalidArguments
 from ..framework import framework
 from ..handle import Handle, R_co
 from ..observe.logs import log
+from ..settings import Settings
 from ..store import outbox
 from ..store.callers import AsyncCaller, Caller, Pending, in_transaction_of
 from ..store.refused import explained
-from ..wire import keys
 from ..wire.delivery import Named
-from ..wire.headers import (
-    FINGERPRINT_HEADER,
-    KEY_HEADER,
-    MESSAGE_VERSION,
-    SERVICE_HEADER,
-    TENANT_HEADER,
-    VERSION_HEADER,
-    senders_headers,
-)
-from ..wire.keys import KeyFrom, KeyFunction, OperationId
+from ..wire.headers import FINGERPRINT_HEADER, KEY_HEADER, TENANT_HEADER, senders_headers
+from ..wire.keys import OperationId
 from ..wire.message import Message
-from . import eager, following, publishing, signed_calls
+from . import eager, following, publishing
 from .following import FOLLOWS
-from .options import check_spelling
+from .keyed import Keyed, shown
 from .using import NEVER_DROPPED, CallOptions, P, Using, check_options, checked_delay
 
 if TYPE_CHECKING:
-    from celery import Task as TypedTask
     from celery.result import AsyncResult
-else:
-
-    class TypedTask:
-        """`Task`, where Celery's own has no parameters: before Celery 5.7."""
-
-        def __class_getitem__(cls, parameters: Any) -> Any:
-            return Task
-
 
 Q = ParamSpec("Q")
 T = TypeVar("T")
@@ -82,26 +63,14 @@ def _needs_session(enqueue: Callable[Concatenate[TaskT, Q], T]) -> Callable[Conc
     return checked
 
 
-class KeyedTask(TypedTask[P, R_co], Generic[P, R_co]):
-    """A Celery task that is called under a key. Use `IdempotentTask`."""
+class KeyedTask(Keyed[P, R_co], Generic[P, R_co]):
+    """A Celery task that is called under a key, and whose calls may be part of a commit. Use `IdempotentTask`."""
 
     abstract = True
 
-    key: ClassVar[str | KeyFunction | None] = None
-    _key_function: ClassVar[KeyFunction | None] = None
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        check_spelling(cls, KeyedTask)
-        if inspect.isfunction(key := cls.__dict__.get("key")):
-            cls.key = staticmethod(key)
-        function = cls._key_function = keys.template(cls.key) if isinstance(cls.key, str) else cls.key
-        if (run := cls.__dict__.get("run")) is not None and isinstance(function, KeyFrom):
-            parameters = inspect.signature(getattr(run, "__func__", run)).parameters
-            for field in function.fields:
-                if field not in parameters:
-                    named = cls.__dict__.get("name") or cls.__name__
-                    raise SettingsError(f"key of {named}: the task has no argument {field!r}")
+    @property
+    def _settings(self) -> Settings:
+        return runtime_of(self.app).settings
 
     @_needs_session
     def enqueue(self, session: Caller, /, *args: P.args, **kwargs: P.kwargs) -> Handle[R_co]:
@@ -168,7 +137,7 @@ class KeyedTask(TypedTask[P, R_co], Generic[P, R_co]):
                 )
 
         headers = {**own, **headers}
-        publishing.publish(self, args, kwargs, write, task_id=task_id, headers=headers, **_shown(id), **options)
+        publishing.publish(self, args, kwargs, write, task_id=task_id, headers=headers, **shown(id), **options)
         return Handle(self.app, id, task_id, headers[FINGERPRINT_HEADER])
 
     @_needs_session
@@ -182,10 +151,6 @@ class KeyedTask(TypedTask[P, R_co], Generic[P, R_co]):
         handle = self.enqueue(pending, *args, **kwargs)
         await pending.send(session)
         return handle
-
-    def delay(self, *args: P.args, **kwargs: P.kwargs) -> AsyncResult[R_co]:
-        """Send the task now, like `apply_async`, with its arguments alone."""
-        return self.apply_async(args, kwargs)
 
     def apply_async(
         self,
@@ -212,29 +177,12 @@ class KeyedTask(TypedTask[P, R_co], Generic[P, R_co]):
         try:
             if not follows:
                 following.check(self.app, (link, options.get("chain"), options.get("chord")), link_error)
-            return self._apply_async(self._as_sent(args, kwargs), celerys, named, dict(options))
+            return self._send(self._as_sent(args, kwargs), celerys, named, dict(options))
         except CallRefused as error:
             if not follows:
                 raise
             log.warning("refused_call_sent", task=self.name, error=f"{error}")
             return following.send_refused(self, args, kwargs, celerys, named, options)
-
-    def _apply_async(
-        self, call: Any, celerys: Any, named: dict[str, Any], options: dict[str, Any]
-    ) -> AsyncResult[R_co]:
-        args, kwargs = call
-        if options.get("expires", self.expires) is not None:
-            raise InvalidArguments(NEVER_DROPPED)
-        if (serializer := options.get("serializer") or self.serializer or "json") != "json":
-            raise InvalidArguments(f"serializer: must be 'json', got {serializer!r}")
-        if (protocol := self.app.conf.task_protocol) != 2:
-            raise SettingsError(f"task_protocol: must be 2, which workers accept, got {protocol}")
-        given = senders_headers(options.pop("headers", None) or {})
-        id, headers = self._checked(args, kwargs, named["idempotency_key"], named["tenant"], given)
-        if self.app.conf.task_always_eager:  # Celery goes on to `apply`
-            options |= {"idempotency_key": id.key, "tenant": id.tenant}
-        with signed_calls.signing(self.app):
-            return super().apply_async(args, kwargs, *celerys, headers={**given, **headers}, **(_shown(id) | options))
 
     def apply(
         self,
@@ -257,37 +205,6 @@ class KeyedTask(TypedTask[P, R_co], Generic[P, R_co]):
         eager.check_may_begin(self.app, id)
         return super().apply(args, kwargs, headers={**given, **headers}, **options)
 
-    def _checked(
-        self,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        key: object,
-        tenant: str | None,
-        headers: Mapping[str, Any] = MappingProxyType({}),
-        *,
-        beyond: int = 0,
-    ) -> tuple[OperationId, dict[str, Any]]:
-        """The operation that a call names, and the headers of its message. Raises `CallRefused`.
-
-        `beyond`: bytes that the arguments may have beyond the limit.
-        """
-        arguments = self._bound(args, kwargs)
-        key = headers.get(KEY_HEADER) if key is None else key
-        tenant = headers.get(TENANT_HEADER) if tenant is None else tenant
-        id = self._operation(arguments, key, tenant)
-        settings = runtime_of(self.app).settings
-        limit = settings.arguments_limit + beyond
-        if (size := len(keys.canonical_json(arguments))) > limit:
-            raise InvalidArguments(f"arguments: at most {limit} bytes as JSON, got {size}")
-        sent = {
-            KEY_HEADER: id.key,
-            TENANT_HEADER: id.tenant,
-            FINGERPRINT_HEADER: keys.fingerprint(arguments),
-            VERSION_HEADER: MESSAGE_VERSION,
-            SERVICE_HEADER: settings.service,
-        }
-        return id, sent
-
     def _check_call(self, call: Signature) -> OperationId:
         """The operation that this signature is for. Raises the `CallRefused` that sending it would raise."""
         options = call.options
@@ -302,49 +219,3 @@ class KeyedTask(TypedTask[P, R_co], Generic[P, R_co]):
         """The operation that a message names, by its headers or by its arguments. Raises `CallRefused`."""
         arguments = self._bound(args, kwargs)
         return Named(self._operation(arguments, headers.get(KEY_HEADER), headers.get(TENANT_HEADER)), arguments)
-
-    def _as_sent(
-        self, args: Sequence[Any] | None, kwargs: Mapping[str, Any] | None
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments as they travel: of a task with `pydantic=True`, models as the JSON that Celery makes of them."""
-        sent: tuple[Sequence[Any], Mapping[str, Any]] = tuple(args or ()), dict(kwargs or {})
-        if (dump := getattr(self, "_dump_pydantic_arguments", None)) is not None:  # not before Celery 5.7
-            sent = dump(*sent)
-        return tuple(sent[0]), dict(sent[1])
-
-    def _bound(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments by parameter name. With `typing=False`, those that do not fit are left to the body."""
-        try:
-            return keys.bind(self.signature_of_run, args, kwargs)
-        except InvalidArguments:
-            if self.typing:
-                raise
-            return {"*": list(args), "**": dict(kwargs)}  # no parameter has such a name
-
-    def may_vary(self, headers: Mapping[str, Any]) -> bool:
-        """Whether a message may name another operation the next time: by its key function, which may read a clock, say."""
-        return headers.get(KEY_HEADER) is None and not isinstance(self._key_function, KeyFrom)
-
-    def _operation(self, arguments: Mapping[str, Any], key: object, tenant: object) -> OperationId:
-        function = type(self)._key_function
-        if tenant is None:
-            tenant = runtime_of(self.app).settings.tenant
-        try:
-            if key is None and function is None:
-                raise MissingKey("give idempotency_key=, or the task a key template")
-            key = keys.made_by(function, arguments) if key is None and function is not None else keys.check_key(key)
-            return OperationId(keys.check_key(tenant, field="tenant"), self.name, key)
-        except (MissingKey, InvalidKey) as refused:
-            raise type(refused)(f"{self.name}: {refused}") from None
-
-    @property
-    def signature_of_run(self) -> inspect.Signature:
-        signature: inspect.Signature | None = self.__dict__.get("_cached_signature")
-        if signature is None:
-            signature = self.__dict__["_cached_signature"] = inspect.signature(self.run)
-        return signature
-
-
-def _shown(id: OperationId) -> dict[str, Any]:
-    """What Flower and the logs may show of a call: its key, never its arguments."""
-    return {"argsrepr": f"idempotency-key={id.key}", "kwargsrepr": "{}"}

@@ -86,7 +86,7 @@ def send_refused(task: KeyedTask, args: Any, kwargs: Any, celerys: Any, named: M
         headers[REFUSED_HEADER] = refused
     options["headers"] = headers
     options |= {"serializer": "json", "argsrepr": "()", "kwargsrepr": "{}"}
-    with signed_calls.signing(task.app):
+    with signed_calls.signing(task._settings):
         return task.app.send_task(task.name, args, kwargs, task_type=task, result_cls=task.AsyncResult, **options)
 
 

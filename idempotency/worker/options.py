@@ -88,9 +88,11 @@ _CHECKS = {name: TypeAdapter(type_) for name, (type_, _) in _NEEDED.items()}
 def check_values(cls: type[Any]) -> None:
     """Refuse an option whose value is of no use, which would show only in the worker, when it is first needed.
 
-    One class as `permanent_errors` becomes a tuple. Raises `SettingsError`.
+    One class as `permanent_errors` becomes a tuple. A base has the options that it declares. Raises `SettingsError`.
     """
     for name, (_, needed) in _NEEDED.items():
+        if not hasattr(cls, name):
+            continue
         value = getattr(cls, name)
         try:
             checked = _CHECKS[name].validate_python(value)

@@ -30,8 +30,8 @@ from .calls import KeyedTask
 from .deliveries import delivery_of
 
 
-class Request(request.Request):
-    """Celery's request of an idempotent task, in the worker's main process. Its context's `headers` are all headers."""
+class KeyedRequest(request.Request):
+    """Celery's request of a task with keys, in the worker's main process. Its context's `headers` are all headers."""
 
     def __init__(self, message: Any, **options: Any) -> None:
         super().__init__(message, **options)
@@ -44,6 +44,10 @@ class Request(request.Request):
     def info(self, safe: bool = False) -> Any:
         """What remote control shows, `celery inspect active` and Flower's pages: never arguments."""
         return super().info(safe=True)
+
+
+class Request(KeyedRequest):
+    """That of an idempotent task, which is never dropped."""
 
     def revoked(self) -> bool:
         super().revoked()

@@ -8,13 +8,13 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-from celery import Celery, current_app
+from celery import current_app
 from kombu.serialization import dumps
 from pydantic import SecretStr
 
 from ..application import runtime_of
 from ..errors import SettingsError
-from ..settings import PREFIX
+from ..settings import PREFIX, Settings
 from ..wire.headers import SIGNATURE_HEADER
 from ..wire.signing import sign
 
@@ -24,9 +24,9 @@ _secret: ContextVar[SecretStr | None] = ContextVar("idempotency_secret", default
 
 
 @contextmanager
-def signing(app: Celery) -> Iterator[None]:
+def signing(settings: Settings) -> Iterator[None]:
     """Sign what is sent inside, with the first of the application's secrets; without any, send it as it is."""
-    secrets = runtime_of(app).settings.message_secrets
+    secrets = settings.message_secrets
     token = _secret.set(secrets[0] if secrets else None)
     try:
         yield

@@ -58,6 +58,7 @@ LAYERS = (
     ("store",),
     ("broker",),
     ("attempt",),
+    ("stores",),
     ("application", "identities", "waiting"),
     ("handle", "http"),
     ("worker",),

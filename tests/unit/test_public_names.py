@@ -11,6 +11,7 @@ def test_the_public_names_are_these() -> None:
     assert idempotency.__all__ == [
         "AttemptsExhausted",
         "CallRefused",
+        "DeduplicatedTask",
         "Defer",
         "DidNotHappen",
         "EffectInDoubt",

@@ -1,0 +1,120 @@
+"""A store: where the record of an operation is kept if not in Postgres, and the few ways in which it changes.
+
+A record here and the effects of a body are two commits. So a store promises less than `attempt/`: a crash between an
+effect and its record repeats the effect. What it does keep is that one attempt at a time holds an operation, and that
+whoever has lost it changes nothing: every write compares the fence and the token of its claim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from ..errors import UnknownVersion
+from ..store.answers import Busy, Claimed, Completed, Failed, Mismatch, Renewal
+from ..wire import keys
+from ..wire.keys import OperationId
+
+# Seconds to wait for a store. A claim that waits longer is asked again; a renewal has to come back well within a lease.
+TIMEOUT = 2.0
+
+
+class StoreAway(Exception):
+    """A store did not answer, or could not do what was asked. Names the kind of error, and no address."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held(Busy):
+    """Another attempt holds the operation, or it is released and not due yet.
+
+    `seen`: what the record looked like, for the next claim by the same message. A store without a clock needs it to tell a
+    holder that has died from one that works.
+    """
+
+    seen: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A record as it is. `state` is started, released, completed or failed; `holder` names the process of its last claim."""
+
+    state: str
+    fence: int
+    attempts: int
+    fingerprint: str
+    holder: str
+    result: str | None = None
+    error: str | None = None
+
+    @property
+    def has_ended(self) -> bool:
+        return self.state in ("completed", "failed")
+
+
+Answer = Claimed | Completed | Failed | Mismatch | Held
+
+
+def mismatch(fingerprint: str) -> Mismatch:
+    """The answer for a record with another fingerprint. Raises `UnknownVersion` for one by a rule that newer code has."""
+    version = keys.fingerprint_version(fingerprint)
+    if version is not None and version not in keys.FINGERPRINT_RULES:
+        raise UnknownVersion(f"fingerprint: made by rule {version}, which this version does not know")
+    return Mismatch(1)
+
+
+class Store(Protocol):
+    """Records by operation. Every method raises `StoreAway` if the store does not answer; whoever asks again loses nothing.
+
+    Durations are in seconds. What `complete`, `fail`, `release` and `drop` return says whether the change was made: False
+    means that this claim holds the operation no more. Repeated with the same claim, they say the same again, so an answer
+    that was lost is asked for once more.
+    """
+
+    # as docs/stores.md names it
+    name: str
+    # Characters that a result may have in the record; a longer one is kept elsewhere, or refused.
+    room: int
+
+    def claim(
+        self,
+        id: OperationId,
+        *,
+        token: str,
+        fingerprints: Sequence[str],
+        holder: str,
+        lease: float,
+        keep: float,
+        seen: str = "",
+        rest: Callable[[float], object],
+    ) -> Answer:
+        """Claim an operation under a new fence, higher than all before it, or say why not.
+
+        The same token claims the same attempt again. `fingerprints`: of the arguments, by every known rule, that of new records
+        first. `keep`: how long a record is remembered that nobody ends. `seen`: what an earlier claim by this message was
+        answered. `rest` sleeps, and may raise to end the waiting. Raises `UnknownVersion` for a record of newer code.
+        """
+
+    def renew(self, held: Sequence[Claimed], *, lease: float, keep: float) -> dict[str, Renewal]:
+        """Renew the leases of these claims. Returns what became of each, by token; unknown if it has ended meanwhile, by itself."""
+
+    def complete(self, held: Claimed, result: str, *, retention: float) -> bool:
+        """End the operation with a result, for duplicates, for so long."""
+
+    def fail(self, held: Claimed, error: str, *, retention: float) -> bool:
+        """End the operation without success, for so long; then its key is free."""
+
+    def release(self, held: Claimed, *, delay: float, keep: float, give_back: bool) -> bool:
+        """Let go: the next claim succeeds after `delay`. `give_back` does not count this attempt."""
+
+    def drop(self, id: OperationId) -> bool:
+        """Forget an operation that has ended, so that its key is free. False: it has not ended, or there is none."""
+
+    def read(self, id: OperationId) -> Stored | None:
+        """The record as it is now."""
+
+    def with_own_connections(self) -> Store:
+        """The same store over separate connections: under gevent no socket may serve two threads."""
+
+    def close(self) -> None:
+        """Close the connections."""

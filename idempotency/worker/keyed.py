@@ -1,0 +1,163 @@
+"""A Celery task whose calls have a key, wherever its records are: which operation a call names, and how it is sent."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, ClassVar, Generic
+
+from celery import Task
+
+from ..errors import InvalidArguments, InvalidKey, MissingKey, SettingsError
+from ..handle import R_co
+from ..settings import Settings
+from ..wire import keys
+from ..wire.headers import (
+    FINGERPRINT_HEADER,
+    KEY_HEADER,
+    MESSAGE_VERSION,
+    SERVICE_HEADER,
+    TENANT_HEADER,
+    VERSION_HEADER,
+    senders_headers,
+)
+from ..wire.keys import KeyFrom, KeyFunction, OperationId
+from . import signed_calls
+from .options import check_spelling
+from .using import NEVER_DROPPED, P
+
+if TYPE_CHECKING:
+    from celery import Task as TypedTask
+    from celery.result import AsyncResult
+else:
+
+    class TypedTask:
+        """`Task`, where Celery's own has no parameters: before Celery 5.7."""
+
+        def __class_getitem__(cls, parameters: Any) -> Any:
+            return Task
+
+
+class Keyed(TypedTask[P, R_co], Generic[P, R_co]):
+    """A Celery task that is called under a key. Use `IdempotentTask` or `DeduplicatedTask`."""
+
+    abstract = True
+
+    key: ClassVar[str | KeyFunction | None] = None
+    _key_function: ClassVar[KeyFunction | None] = None
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        check_spelling(cls, Keyed)
+        if inspect.isfunction(key := cls.__dict__.get("key")):
+            cls.key = staticmethod(key)
+        function = cls._key_function = keys.template(cls.key) if isinstance(cls.key, str) else cls.key
+        if (run := cls.__dict__.get("run")) is not None and isinstance(function, KeyFrom):
+            parameters = inspect.signature(getattr(run, "__func__", run)).parameters
+            for field in function.fields:
+                if field not in parameters:
+                    named = cls.__dict__.get("name") or cls.__name__
+                    raise SettingsError(f"key of {named}: the task has no argument {field!r}")
+
+    @property
+    def _settings(self) -> Settings:
+        """The settings of the application. Raises `SettingsError`."""
+        raise NotImplementedError
+
+    def delay(self, *args: P.args, **kwargs: P.kwargs) -> AsyncResult[R_co]:
+        """Send the task now, like `apply_async`, with its arguments alone."""
+        return self.apply_async(args, kwargs)
+
+    def _send(self, call: Any, celerys: Any, named: dict[str, Any], options: dict[str, Any]) -> AsyncResult[R_co]:
+        """Send a message. `celerys`: of Celery's arguments those with positions. Raises `CallRefused`."""
+        args, kwargs = call
+        if options.get("expires", self.expires) is not None:
+            raise InvalidArguments(NEVER_DROPPED)
+        if (serializer := options.get("serializer") or self.serializer or "json") != "json":
+            raise InvalidArguments(f"serializer: must be 'json', got {serializer!r}")
+        if (protocol := self.app.conf.task_protocol) != 2:
+            raise SettingsError(f"task_protocol: must be 2, which workers accept, got {protocol}")
+        given = senders_headers(options.pop("headers", None) or {})
+        id, headers = self._checked(args, kwargs, named["idempotency_key"], named["tenant"], given)
+        if self.app.conf.task_always_eager:  # Celery goes on to `apply`
+            options |= {"idempotency_key": id.key, "tenant": id.tenant}
+        with signed_calls.signing(self._settings):
+            return super().apply_async(args, kwargs, *celerys, headers={**given, **headers}, **(shown(id) | options))
+
+    def _checked(
+        self,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        key: object,
+        tenant: str | None,
+        headers: Mapping[str, Any] = MappingProxyType({}),
+        *,
+        beyond: int = 0,
+    ) -> tuple[OperationId, dict[str, Any]]:
+        """The operation that a call names, and the headers of its message. Raises `CallRefused`.
+
+        `beyond`: bytes that the arguments may have beyond the limit.
+        """
+        arguments = self._bound(args, kwargs)
+        key = headers.get(KEY_HEADER) if key is None else key
+        tenant = headers.get(TENANT_HEADER) if tenant is None else tenant
+        id = self._operation(arguments, key, tenant)
+        settings = self._settings
+        limit = settings.arguments_limit + beyond
+        if (size := len(keys.canonical_json(arguments))) > limit:
+            raise InvalidArguments(f"arguments: at most {limit} bytes as JSON, got {size}")
+        sent = {
+            KEY_HEADER: id.key,
+            TENANT_HEADER: id.tenant,
+            FINGERPRINT_HEADER: keys.fingerprint(arguments),
+            VERSION_HEADER: MESSAGE_VERSION,
+            SERVICE_HEADER: settings.service,
+        }
+        return id, sent
+
+    def _as_sent(
+        self, args: Sequence[Any] | None, kwargs: Mapping[str, Any] | None
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments as they travel: of a task with `pydantic=True`, models as the JSON that Celery makes of them."""
+        sent: tuple[Sequence[Any], Mapping[str, Any]] = tuple(args or ()), dict(kwargs or {})
+        if (dump := getattr(self, "_dump_pydantic_arguments", None)) is not None:  # not before Celery 5.7
+            sent = dump(*sent)
+        return tuple(sent[0]), dict(sent[1])
+
+    def _bound(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments by parameter name. With `typing=False`, those that do not fit are left to the body."""
+        try:
+            return keys.bind(self.signature_of_run, args, kwargs)
+        except InvalidArguments:
+            if self.typing:
+                raise
+            return {"*": list(args), "**": dict(kwargs)}  # no parameter has such a name
+
+    def may_vary(self, headers: Mapping[str, Any]) -> bool:
+        """Whether a message may name another operation the next time: by its key function, which may read a clock, say."""
+        return headers.get(KEY_HEADER) is None and not isinstance(self._key_function, KeyFrom)
+
+    def _operation(self, arguments: Mapping[str, Any], key: object, tenant: object) -> OperationId:
+        function = type(self)._key_function
+        if tenant is None:
+            tenant = self._settings.tenant
+        try:
+            if key is None and function is None:
+                raise MissingKey("give idempotency_key=, or the task a key template")
+            key = keys.made_by(function, arguments) if key is None and function is not None else keys.check_key(key)
+            return OperationId(keys.check_key(tenant, field="tenant"), self.name, key)
+        except (MissingKey, InvalidKey) as refused:
+            raise type(refused)(f"{self.name}: {refused}") from None
+
+    @property
+    def signature_of_run(self) -> inspect.Signature:
+        signature: inspect.Signature | None = self.__dict__.get("_cached_signature")
+        if signature is None:
+            signature = self.__dict__["_cached_signature"] = inspect.signature(self.run)
+        return signature
+
+
+def shown(id: OperationId) -> dict[str, Any]:
+    """What Flower and the logs may show of a call: its key, never its arguments."""
+    return {"argsrepr": f"idempotency-key={id.key}", "kwargsrepr": "{}"}
