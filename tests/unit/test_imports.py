@@ -59,7 +59,7 @@ LAYERS = (
     ("broker",),
     ("attempt",),
     ("application", "identities", "waiting"),
-    ("handle", "http"),
+    ("handle", "http", "streams"),
     ("worker",),
     ("events", "letters"),
     ("sagas", "webhooks"),
