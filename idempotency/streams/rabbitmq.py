@@ -33,6 +33,8 @@ from .sharing import leave, shares
 from .sources import RabbitStream
 
 OFFSET_HEADER = "x-stream-offset"
+# What its channel calls the one consumer that it has.
+TAG = "position"
 # Looks at how partitions are divided, in each time of a lease.
 LOOKS = 12
 # Seconds: the longest pause between two looks.
@@ -48,7 +50,6 @@ class Subscription:
         self.partition = partition
         self.channel = channel
         self.anchor = anchor
-        self.consumer_tag = ""
         # The offset of the last message that came; None before the first.
         self.last: int | None = None
         # Of messages that are not handled: what the broker calls their deliveries, by offset.
@@ -128,8 +129,8 @@ class RabbitReader:
             channel.auto_decode = False  # the value is bytes, whatever its headers say
             channel.basic_qos(0, self._prefetch, False)
             subscription = self._subscriptions[at] = Subscription(partition, channel, anchor)
-            received, asked = partial(self._received_by, at, subscription), {OFFSET_HEADER: begin}
-            subscription.consumer_tag = channel.basic_consume(queue, callback=received, arguments=asked)
+            received = partial(self._received_by, at, subscription)
+            channel.basic_consume(queue, TAG, callback=received, arguments={OFFSET_HEADER: begin})
         except NotFound:
             self._subscriptions.pop(at, None)
             self._holdings.stop(partition, f"RabbitMQ has no stream {queue!r}")
@@ -142,7 +143,7 @@ class RabbitReader:
         if subscription is not None:
             try:
                 # what is on its way comes before the answer, and is left out
-                subscription.channel.basic_cancel(subscription.consumer_tag)
+                subscription.channel.basic_cancel(TAG)
                 subscription.channel.close()
             except BROKER_ERRORS as error:
                 raise BrokerUnavailable(type(error).__name__) from error
