@@ -103,7 +103,7 @@ WITH held AS (
         end_position = coalesce(mine.end_position, p.end_position)
     FROM mine WHERE p.id = mine.id RETURNING 1
 )
-SELECT h.topic, h.partition, (SELECT count(*) FROM renewed) AS renewed FROM held h
+SELECT h.topic, h.partition, h.fence, (SELECT count(*) FROM renewed) AS renewed FROM held h
 JOIN idempotency.stream_positions p USING (topic, partition)
 WHERE p.service = %(service)s AND p.consumer = %(consumer)s AND p.fence = h.fence
 """
@@ -226,8 +226,8 @@ def renew(
             "lease": lease,
         },
     ).fetchall()
-    found = {(row.topic, row.partition) for row in rows}
-    return {one for one in each if (one.place.topic, one.place.partition) in found}
+    found = {(row.topic, row.partition, row.fence) for row in rows}
+    return {one for one in each if (one.place.topic, one.place.partition, one.fence) in found}
 
 
 def stop(connection: Connection, held: Held, why: str | None) -> None:

@@ -192,12 +192,13 @@ class KafkaReader:
         for at in sorted(self._assigned):
             if self._holdings.get(at) is not None or (partition := self._taken(at, regardless=False)) is None:
                 continue
+            # not by seek(), which librdkafka refuses for what it does not read at the moment, as after an error
             try:
-                self._consumer.seek(self._kafka.TopicPartition(*at, partition.position))
-                self._resume(at)
-            except self._kafka.KafkaException as error:  # not yet being read, as just after it was given
-                log.info("stream_seek_refused", place=partition.place, error=error.args[0].name())
-                self._holdings.give_up(at)
+                self._consumer.incremental_unassign([self._kafka.TopicPartition(*at)])
+                self._consumer.incremental_assign([self._kafka.TopicPartition(*at, partition.position)])
+            except self._kafka.KafkaException as error:
+                raise BrokerUnavailable(error.args[0].name()) from error
+            self._resume(at)
 
     # ------------------------------------------------------------ messages
 

@@ -41,6 +41,8 @@ LOOKS = 12
 LONGEST_PAUSE = 5.0
 # Seconds that the broker may take to connect.
 CONNECT_TIMEOUT = 5.0
+# Seconds until the broker is asked why the message before the position does not come, and for which its last ones are waited for.
+ANCHOR_PATIENCE, END_PATIENCE = 3.0, 1.0
 
 
 class Subscription:
@@ -52,6 +54,7 @@ class Subscription:
         self.anchor = anchor
         # The offset of the last message that came; None before the first.
         self.last: int | None = None
+        self.asked_at = time.monotonic()
         # Of messages that are not handled: what the broker calls their deliveries, by offset.
         self.tags: dict[int, int] = {}
 
@@ -89,6 +92,9 @@ class RabbitReader:
         timeout = max(min(timeout, self._look_at - time.monotonic()), 0.0)
         try:
             self._drain(timeout)
+            for at, each in list(self._subscriptions.items()):
+                if each.anchor is not None and each.last is None and time.monotonic() - each.asked_at > ANCHOR_PATIENCE:
+                    self._check_end(at, each)
         except BROKER_ERRORS as error:
             raise BrokerUnavailable(type(error).__name__) from error
 
@@ -200,6 +206,36 @@ class RabbitReader:
         self._subscribe(at, partition, after=last)
         return False
 
+    def _check_end(self, at: At, subscription: Subscription) -> None:
+        """The message before the position does not come: stop, if the stream ends before it.
+
+        The broker would wait until there is one of that offset, and with it miss those before.
+        """
+        subscription.asked_at = time.monotonic()
+        partition, queue = subscription.partition, self._source.queue(at[1])
+        offsets: list[int] = []
+        with self._broker.channel() as channel:
+            channel.basic_qos(0, self._prefetch, False)
+            received = partial(_note_offset, offsets)
+            channel.basic_consume(queue, TAG, no_ack=False, callback=received, arguments={OFFSET_HEADER: "last"})
+            until = time.monotonic() + END_PATIENCE
+            while time.monotonic() < until and subscription.last is None:
+                with suppress(TimeoutError):
+                    self._broker.drain_events(timeout=END_PATIENCE)
+            channel.basic_cancel(TAG)
+        if subscription.last is not None:
+            return
+        if not offsets:  # a broker that is busy, or a stream in which there is nothing
+            self._unsubscribe(at)
+            self._subscribe(at, partition, after=subscription.anchor)
+        elif (end := max(offsets) + 1) < partition.position:
+            self._stop(
+                at,
+                partition,
+                f"position {partition.position}, and the stream of RabbitMQ ends at {end}: it was made anew; "
+                "`idempotency stream seek` says where to go on",
+            )
+
     def _stop(self, at: At, partition: Partition, why: str) -> None:
         self._unsubscribe(at)
         partition.at_hand.clear()
@@ -231,3 +267,9 @@ class RabbitReader:
         except (DBAPIError, PoolTimeout) as error:
             log.warning("stream_member_not_removed", error=type(error).__name__)
         self._broker.collect()
+
+
+def _note_offset(offsets: list[int], message: Any) -> None:
+    offset = (message.headers or {}).get(OFFSET_HEADER)
+    if isinstance(offset, int):
+        offsets.append(offset)

@@ -45,7 +45,12 @@ class KafkaCluster:
         assert failed == 0, failed
 
     def publish(
-        self, topic: str, partition: int, value: bytes | None, headers: Sequence[tuple[str, Any]] = (), key: bytes | None = None
+        self,
+        topic: str,
+        partition: int,
+        value: bytes | None,
+        headers: Sequence[tuple[str, Any]] = (),
+        key: bytes | None = None,
     ) -> None:
         self._producer.produce(topic, value, key, partition, headers=list(headers))
         self._producer.poll(0)

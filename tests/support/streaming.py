@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from uuid import uuid4
 
@@ -44,10 +45,11 @@ def deposit(stream: Handling, event: Mapping[str, Any]) -> str:
         case "permanent unless told":
             if not Path(os.environ["CRASH_DIRECTORY"], "told").exists():
                 raise PermanentError("not yet", "not_yet")
-        case "error":
-            if not Path(os.environ["CRASH_DIRECTORY"], f"tried-{event['account']}").exists():
-                Path(os.environ["CRASH_DIRECTORY"], f"tried-{event['account']}").touch()
-                raise ValueError("the first time")
+        case "error":  # in the transaction of many, and in the first one of its own
+            with Path(os.environ["CRASH_DIRECTORY"], f"tried-{event['account']}").open("a+") as tried:
+                tried.write(".")
+                if tried.tell() < 3:
+                    raise ValueError("the first two times")
         case "hold":
             crashing.reach("held")
         case "effect":
@@ -94,13 +96,37 @@ def _run(environment: dict[str, str], handlers: Sequence[Handler], log: str) -> 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(process)d %(levelname)s %(message)s", force=True)
     configure(environment)
     crashing.install()
+    if environment.get("POSITIONS_APART"):
+        commit_positions_apart()
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: threading.Thread(target=stop.set).start())
     run_streams(bank.app, {each.name: each.declared() for each in handlers}, stop)
 
 
+def commit_positions_apart() -> None:
+    """What a consumer does that knows of nothing but offsets: first the rows, then, in another commit, the position."""
+    from idempotency.streams import consumer, together
+
+    handle = together.handle_together
+
+    def handled(runtime: Runtime, stream: Stream, policy: Any, partition: Any, prepared: Any) -> Any:
+        done = handle(runtime, stream, policy, partition, prepared)
+        with runtime.autocommit() as connection:
+            assert store.pass_over(connection, partition.held, done.position, lease=LEASE)
+        return done
+
+    def recorded(connection: Any, deliveries: Sequence[Any], *_: Any, **__: Any) -> set[str]:
+        return {each.id.key for each in deliveries}
+
+    store, together.streams = together.streams, SimpleNamespace(advance=lambda *_, **__: None)  # type: ignore[assignment]
+    together.batches.complete_new = recorded
+    consumer.handle_together = handled
+
+
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["tests.support.streaming", "idempotency.streams.kafka", "idempotency.streams.rabbitmq"])
+_context.set_forkserver_preload(
+    ["tests.support.streaming", "idempotency.streams.kafka", "idempotency.streams.rabbitmq"]
+)
 
 
 class StreamProcess:
@@ -174,6 +200,10 @@ class StreamBroker:
     def flush(self) -> None:
         pass
 
+    def make_anew(self) -> None:
+        """Delete what there is, and begin again with nothing under the same name."""
+        raise NotImplementedError
+
     def close(self) -> None:
         pass
 
@@ -185,21 +215,36 @@ class RabbitBroker(StreamBroker):
         super().__init__(topic, partitions)
         parts = url_to_parts(url)
         self._connection = amqp.Connection(
-            host=f"{parts.hostname}:{parts.port}", userid=parts.username, password=parts.password, virtual_host=parts.path
+            host=f"{parts.hostname}:{parts.port}",
+            userid=parts.username,
+            password=parts.password,
+            virtual_host=parts.path,
         )
         self._connection.connect()
         self._channel = self._connection.channel()
-        for number in range(partitions):
+        self._arguments = {"x-queue-type": "stream", **arguments}
+        self._declare()
+
+    def _declare(self) -> None:
+        for number in range(self.partitions):
             self._channel.queue_declare(
-                f"{topic}-{number}", durable=True, auto_delete=False, arguments={"x-queue-type": "stream", **arguments}
+                f"{self.topic}-{number}", durable=True, auto_delete=False, arguments=self._arguments
             )
+
+    def make_anew(self) -> None:
+        for number in range(self.partitions):
+            self._channel.queue_delete(f"{self.topic}-{number}")
+        self._declare()
+        self.published = [0] * self.partitions
 
     def source(self, **options: Any) -> RabbitStream:
         return streams.rabbitmq_stream(self.topic, partitions=self.partitions, **options)
 
     def _publish(self, partition: int, value: bytes, headers: Mapping[str, Any]) -> None:
         named = {name.replace("_", "-"): each for name, each in headers.items()}
-        self._channel.basic_publish(amqp.Message(value, application_headers=named), routing_key=f"{self.topic}-{partition}")
+        self._channel.basic_publish(
+            amqp.Message(value, application_headers=named), routing_key=f"{self.topic}-{partition}"
+        )
 
     def close(self) -> None:
         for number in range(self.partitions):
@@ -241,6 +286,10 @@ class Streaming:
         self._processes.append(process)
         return process
 
+    def start_from(self, begin: str, **options: Any) -> StreamProcess:
+        """Begin at `earliest` or `latest`."""
+        return self.start(Handler(self.broker.source(start=begin), options=options))
+
     def handler(self, **options: Any) -> Handler:
         return Handler(self.broker.source(), options=options)
 
@@ -281,6 +330,17 @@ class Streaming:
         rows = self.query("SELECT reason, status FROM idempotency.dead_letters ORDER BY id")
         return [(row.reason, row.status) for row in rows]
 
+    def wait_for(self, name: str) -> Path:
+        """Until this file of the plans is there."""
+        path = self.directory / name
+        eventually(path.exists, what=f"{path}: {self.logs()[-3000:]}")
+        return path
+
+    def ending(self, process: StreamProcess) -> Callable[[], int | None]:
+        """Ask a process to stop. Returns what waits for that."""
+        process.signal(signal.SIGTERM)
+        return lambda: process.end()
+
     def plan(self, point: str, action: str) -> Path:
         return crashing.plan(self.directory, point, action)
 
@@ -289,11 +349,12 @@ class Streaming:
 
         def is_there() -> bool:
             found = self.positions()
-            return all(
-                (found.get(number) or 0) >= many for number, many in enumerate(self.broker.published) if many
-            )
+            return all((found.get(number) or 0) >= many for number, many in enumerate(self.broker.published) if many)
 
-        eventually(is_there, timeout=timeout, what=f"positions of {self.broker.published}\n{self.logs()[-3000:]}")
+        try:
+            eventually(is_there, timeout=timeout)
+        except AssertionError:
+            raise AssertionError(f"{self.positions()} of {self.broker.published}\n{self.logs()[-3000:]}") from None
 
     def logs(self) -> str:
         return "\n".join(each.log for each in self._processes)
@@ -306,15 +367,6 @@ class Streaming:
             each.kill()
 
 
-def wait_for_file(path: Path) -> Path:
-    eventually(path.exists, what=str(path))
-    return path
-
-
 def until_gone(path: Path, process: StreamProcess | None = None) -> None:
     """Until a plan was carried out."""
-    eventually(
-        lambda: not path.exists(), what=f"{path} reached: {'' if process is None else process.log[-2000:]}"
-    )
-
-
+    eventually(lambda: not path.exists(), what=f"{path} reached: {'' if process is None else process.log[-2000:]}")
