@@ -14,6 +14,7 @@ from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from ..errors import BrokerUnavailable, SettingsError
 from ..extras import extra
+from ..framework import framework
 from ..hosts import Allowed, is_loopback
 from ..observe.crash_points import crash_point
 from ..observe.logs import log
@@ -60,7 +61,7 @@ def configuration(source: KafkaTopics, settings: Settings, *, name: str, instanc
     if instance is not None:
         fixed_options["group.instance.id"] = f"{instance}.{name}"
     session = int(given.get("session.timeout.ms", 45_000))
-    return {"client.id": f"idempotency.{name}"} | given | {"session.timeout.ms": session} | _SAFE | fixed_options
+    return {"client.id": group} | given | {"session.timeout.ms": session} | _SAFE | fixed_options
 
 
 def _check_encrypted(given: dict[str, Any], settings: Settings) -> None:
@@ -264,7 +265,7 @@ class KafkaReader:
             )
         except BrokerUnavailable:
             there, why = "which Kafka does not have", "messages are gone"
-        return f"position {partition.position}, {there}: {why}; `idempotency stream seek` says where to go on"
+        return f"position {partition.position}, {there}: {why}; `{framework().command} stream seek` says where to go on"
 
     def _noted(self, error: Any) -> None:
         """librdkafka says what it goes on trying to put right, and what it cannot."""

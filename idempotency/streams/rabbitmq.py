@@ -22,6 +22,7 @@ from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from ..broker.channel import BROKER_ERRORS, verifying
 from ..errors import BrokerUnavailable, SettingsError
+from ..framework import framework
 from ..observe.crash_points import crash_point
 from ..observe.logs import log
 from ..wire.arriving import bound_what_arrives
@@ -197,7 +198,7 @@ class RabbitReader:
             where = f"position {partition.position}, and the next message that RabbitMQ has is {offset}"
             is_new = offset < partition.position
             why = "the stream was made anew" if is_new else "retention has overtaken it, and messages are gone"
-            self._stop(at, partition, f"{where}: {why}; `idempotency stream seek` says where to go on")
+            self._stop(at, partition, f"{where}: {why}; `{framework().command} stream seek` says where to go on")
             return False
         if offset == last + 1 or last == anchor:
             return True
@@ -233,7 +234,7 @@ class RabbitReader:
                 at,
                 partition,
                 f"position {partition.position}, and the stream of RabbitMQ ends at {end}: it was made anew; "
-                "`idempotency stream seek` says where to go on",
+                f"`{framework().command} stream seek` says where to go on",
             )
 
     def _stop(self, at: At, partition: Partition, why: str) -> None:

@@ -22,6 +22,7 @@ from sqlalchemy import Engine, Row, text
 from idempotency import PermanentError, streams
 from idempotency.application import runtime_of
 from idempotency.attempt.runtime import Runtime
+from idempotency.store import streams as store
 from idempotency.streams import Handling
 from idempotency.streams.consumer import Consumer
 from idempotency.streams.declaring import Stream
@@ -107,6 +108,8 @@ def commit_positions_apart() -> None:
     """What a consumer does that knows of nothing but offsets: first the rows, then, in another commit, the position."""
     from idempotency.streams import consumer, together
 
+    consuming: Any = consumer
+    handling: Any = together
     handle = together.handle_together
 
     def handled(runtime: Runtime, stream: Stream, policy: Any, partition: Any, prepared: Any) -> Any:
@@ -118,9 +121,9 @@ def commit_positions_apart() -> None:
     def recorded(connection: Any, deliveries: Sequence[Any], *_: Any, **__: Any) -> set[str]:
         return {each.id.key for each in deliveries}
 
-    store, together.streams = together.streams, SimpleNamespace(advance=lambda *_, **__: None)  # type: ignore[assignment]
-    together.batches.complete_new = recorded
-    consumer.handle_together = handled
+    handling.streams = SimpleNamespace(advance=lambda *_, **__: None)
+    handling.batches.complete_new = recorded
+    consuming.handle_together = handled
 
 
 _context = multiprocessing.get_context("forkserver")
@@ -324,6 +327,13 @@ class Streaming:
         """Why a partition does not go on; empty: all do."""
         rows = self.query("SELECT stopped FROM idempotency.stream_positions WHERE stopped IS NOT NULL")
         return "; ".join(row.stopped for row in rows)
+
+    def wait_until_stopped(self, why: str, *, timeout: float = 20.0) -> None:
+        """Until a partition says that it does not go on, with these words."""
+        try:
+            eventually(lambda: why in self.stopped(), timeout=timeout)
+        except AssertionError:
+            raise AssertionError(f"{self.stopped()!r}, {self.positions()}\n{self.logs()[-3000:]}") from None
 
     def letters(self) -> list[tuple[str, str]]:
         """Reasons and states of the dead letters."""
