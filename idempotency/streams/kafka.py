@@ -93,7 +93,9 @@ class KafkaReader:
         self._kafka: Any = confluent_kafka
         self._holdings = holdings
         self._source = source
-        self._limit = AHEAD * holdings.stream.batch
+        self._batch = holdings.stream.batch
+        # Pausing throws away what librdkafka has fetched: not for a partition whose turn comes soon.
+        self._limit = 2 * AHEAD * self._batch
         # What the group has given to this process, whether or not the position could be taken.
         self._assigned: set[At] = set()
         self._paused: set[At] = set()
@@ -212,7 +214,7 @@ class KafkaReader:
                 (self._pause if len(partition.at_hand) >= self._limit else self._resume)(at)
         try:
             first = self._consumer.poll(timeout)
-            rest = [] if first is None else self._consumer.consume(self._limit, 0.0)
+            rest = [] if first is None else self._consumer.consume(self._batch, 0.0)
         except self._kafka.KafkaException as error:
             raise BrokerUnavailable(error.args[0].name()) from error
         for message in [] if first is None else [first, *rest]:

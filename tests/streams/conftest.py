@@ -13,7 +13,7 @@ from sqlalchemy import Engine, create_engine
 import services
 from idempotency.application import close_runtime
 from tests.support import bank
-from tests.support.kafka_cluster import KafkaCluster
+from services.kafka import KafkaCluster
 from tests.support.streaming import KafkaBroker, RabbitBroker, StreamBroker, Streaming
 
 Make = Callable[..., Streaming]

@@ -29,7 +29,7 @@ from idempotency.streams.declaring import Stream
 from idempotency.streams.process import make_reader, run_streams
 from idempotency.streams.sources import KafkaTopics, RabbitStream, Source
 from tests.support import bank, crashing
-from tests.support.kafka_cluster import KafkaCluster
+from services.kafka import KafkaCluster
 from tests.support.processes import eventually
 
 NAME = "deposits"
