@@ -5,6 +5,7 @@ What the broker keeps as the group's offsets is a copy, for tools that show how 
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -309,4 +310,9 @@ class KafkaReader:
         for at in sorted(self._assigned):
             self._holdings.give_up(at)
         self._assigned.clear()
-        self._consumer.close()
+        # it waits for the group, which may be forming anew or gone; what counts is given up by now
+        closing = threading.Thread(target=self._consumer.close, name="stream-kafka-close", daemon=True)
+        closing.start()
+        closing.join(ANSWER)
+        if closing.is_alive():
+            log.warning("stream_group_not_left", stream=self._holdings.stream.name)

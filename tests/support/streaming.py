@@ -8,7 +8,8 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -301,6 +302,18 @@ class Streaming:
         configure(self.environment)
         stream, runtime = self.handler(**options).declared(), self.runtime
         return Consumer(runtime, stream, lambda holdings: make_reader(bank.app, runtime, stream, None, holdings), stop)
+
+    @contextmanager
+    def consuming(self, **options: Any) -> Iterator[None]:
+        """While entered, a thread of this process handles the stream."""
+        stop = threading.Event()
+        thread = threading.Thread(target=self.consumer(stop, **options).run)
+        thread.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            thread.join(20)
 
     @property
     def runtime(self) -> Runtime:
