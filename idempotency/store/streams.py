@@ -244,7 +244,8 @@ def join(connection: Connection, service: str, consumer: str, member: str, *, le
     """Be, or go on being, one of those among whom partitions are divided; returns all of them, in one order."""
     fields = {"service": service, "consumer": consumer, "member": member, "lease": lease}
     execute(connection, _JOIN, fields)
-    return [row.member for row in execute(connection, _MEMBERS, fields).fetchall()]
+    found = {row.member for row in execute(connection, _MEMBERS, fields).fetchall()}
+    return sorted({*found, member})  # also if this process was frozen between the two, and is not there any more
 
 
 def leave(connection: Connection, service: str, consumer: str, members: Sequence[str]) -> None:

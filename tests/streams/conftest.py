@@ -12,8 +12,8 @@ from sqlalchemy import Engine, create_engine
 
 import services
 from idempotency.application import close_runtime
-from tests.support import bank
 from services.kafka import KafkaCluster
+from tests.support import bank
 from tests.support.streaming import KafkaBroker, RabbitBroker, StreamBroker, Streaming
 
 Make = Callable[..., Streaming]

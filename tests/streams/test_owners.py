@@ -128,6 +128,14 @@ def test_a_share_is_fair_and_all_partitions_are_in_one() -> None:
             assert max(found) - min(found) <= 1
 
 
+def test_a_member_that_was_silent_for_longer_than_its_lease_is_among_its_own(rabbit: Streaming) -> None:
+    """As one that is frozen between two statements finds itself."""
+    with rabbit.engine.connect() as connection:
+        assert streams.join(connection, "bank", "deposits", "one", lease=60.0) == ["one"]
+        assert streams.join(connection, "bank", "deposits", "two", lease=-1.0) == ["one", "two"]
+        assert streams.join(connection, "bank", "deposits", "one", lease=60.0) == ["one"]
+
+
 def test_order_within_a_partition_is_kept_while_others_go_on(make_streaming: Make) -> None:
     streaming = make_streaming("rabbitmq", partitions=2)
     bank_events = [("a0", "ok"), ("a1", "error"), ("a2", "ok")]

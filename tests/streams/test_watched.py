@@ -47,7 +47,9 @@ def test_what_was_handled_is_counted(rabbit: Streaming) -> None:
     rabbit.broker.publish_many(5)
     rabbit.broker.publish_many(5)
     rabbit.broker.publish({"amount": 1})
-    counters = {kind: metrics.stream_messages.labels(NAME, kind) for kind in ("handled", "duplicate", "refused", "failed")}
+    counters = {
+        kind: metrics.stream_messages.labels(NAME, kind) for kind in ("handled", "duplicate", "refused", "failed")
+    }
     before = {kind: counter._value.get() for kind, counter in counters.items()}
     with rabbit.consuming():
         rabbit.wait_until_handled()

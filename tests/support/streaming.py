@@ -29,8 +29,8 @@ from idempotency.streams.consumer import Consumer
 from idempotency.streams.declaring import Stream
 from idempotency.streams.process import make_reader, run_streams
 from idempotency.streams.sources import KafkaTopics, RabbitStream, Source
-from tests.support import bank, crashing
 from services.kafka import KafkaCluster
+from tests.support import bank, crashing
 from tests.support.processes import eventually
 
 NAME = "deposits"
