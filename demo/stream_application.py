@@ -5,6 +5,7 @@ A plan is an empty file `<point>.kill` or `<point>.freeze` in the directory FAUL
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 from collections.abc import Mapping
@@ -58,7 +59,7 @@ def _act(point: str) -> None:
     directory = Path(os.environ["FAULTS"])
     for what, number in (("kill", signal.SIGKILL), ("freeze", signal.SIGSTOP)):
         try:
-            (directory / f"{point}.{what}").rename(directory / f"{os.getpid()}.{what}")
+            (directory / f"{point}.{what}").rename(directory / f"{os.getpid()}.{point}.{what}")
         except FileNotFoundError:
             continue
         os.kill(os.getpid(), number)
@@ -67,3 +68,4 @@ def _act(point: str) -> None:
 if "FAULTS" in os.environ:
     declare(os.environ["TOPIC"], int(os.environ["PARTITIONS"]), is_kafka="KAFKA_SERVERS" in os.environ)
     crash_points.install(_act)
+    faulthandler.register(signal.SIGUSR1)  # where each thread is, for a run that hangs

@@ -116,13 +116,15 @@ def run_stream(source: Source, messages: int, started: float, console: Console) 
         console.print(
             f"servers: Postgres, {source}; {PROCESSES} processes, {PARTITIONS} partitions, batches of {BATCH}"
         )
-        fleet = _Fleet(environment | {"PARTITIONS": str(PARTITIONS)}, faults)
+        feed = _Feed(messages)
+        fleet = _Fleet(environment | {"PARTITIONS": str(PARTITIONS)}, faults, feed)
         stack.callback(fleet.end)
         for _ in range(PROCESSES):
             fleet.start()
-        publishing = threading.Thread(target=_publish, args=(publish, flush, messages), daemon=True)
+        publishing = threading.Thread(target=_publish, args=(publish, flush, messages, feed), daemon=True)
         publishing.start()
         _disturb(fleet, engine, report, console)
+        feed.allowed = messages
         publishing.join()
         _wait(engine, messages, report)
         fleet.end()
@@ -132,9 +134,22 @@ def run_stream(source: Source, messages: int, started: float, console: Console) 
     return report
 
 
-def _publish(publish: Callable[[int, bytes], None], flush: Callable[[], None], messages: int) -> None:
+class _Feed:
+    """How many messages may be published by now: a share of them with each fault, which would find nothing to do otherwise."""
+
+    def __init__(self, messages: int) -> None:
+        self._share = messages // (len(POINTS) + len(FREEZES) + 1)
+        self.allowed = self._share
+
+    def more(self) -> None:
+        self.allowed += self._share
+
+
+def _publish(publish: Callable[[int, bytes], None], flush: Callable[[], None], messages: int, feed: _Feed) -> None:
     """Every message once, and some of them again."""
     for number in range(messages):
+        while number >= feed.allowed:
+            time.sleep(0.01)
         publish(number % PARTITIONS, json.dumps({"reading": f"r{number}"}).encode())
         if number % COPIED == 0 and number >= COPIED:
             again = number - COPIED
@@ -165,7 +180,8 @@ def _rabbit(url: str) -> Callable[[int, bytes], None]:
 class _Fleet:
     """The processes, each ended by its pid."""
 
-    def __init__(self, environment: dict[str, str], faults: Path) -> None:
+    def __init__(self, environment: dict[str, str], faults: Path, feed: _Feed) -> None:
+        self._feed = feed
         self._environment = {**os.environ, **environment}
         self._log = faults / "log"
         self.faults = faults
@@ -180,6 +196,7 @@ class _Fleet:
         """Let one process be killed or frozen at a point; returns its pid. Raises `ProcessError` if none comes there."""
         plan, known = self.faults / f"{point}.{what}", set(self.faults.glob(f"*.{what}"))
         plan.touch()
+        self._feed.more()
         deadline = time.monotonic() + FAULT_WITHIN
         while plan.exists():
             if time.monotonic() > deadline:
@@ -200,7 +217,13 @@ class _Fleet:
         """Ask a process to stop; it ends what it has begun."""
         process = self.running.pop(0)
         process.send_signal(signal.SIGTERM)
-        if (status := process.wait(30)) not in (0, -signal.SIGTERM):  # which it may get while it starts
+        try:
+            status = process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGUSR1)
+            time.sleep(1)
+            raise ProcessError(f"a process that was asked to stop has not:\n{self.log()[-4000:]}") from None
+        if status not in (0, -signal.SIGTERM):  # which it may get while it starts
             raise ProcessError(f"a process that was asked to stop ended with {status}:\n{self.log()[-2000:]}")
 
     def check(self) -> None:

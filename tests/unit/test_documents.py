@@ -23,6 +23,7 @@ RUN_BY = {
     "docs/psycopg.md": ("tests/integration/test_pages.py", 1),
     "docs/sagas.md": ("tests/sagas/test_page.py", 4),
     "docs/sandbox.md": ("tests/integration/provider/test_page.py", 1),
+    "docs/streams.md": ("tests/streams/test_page.py", 1),
     "docs/tasks.md": ("tests/integration/test_readme.py", 4),
     "docs/tenants.md": ("tests/integration/test_roles.py", 2),
     "docs/testing.md": ("tests/integration/test_fixtures_for_tests.py", 4),
