@@ -12,6 +12,7 @@ from typing import Any
 
 from sqlalchemy import Connection, Row
 
+from .record import SETTINGS, idle_ms
 from .statements import execute
 
 
@@ -71,12 +72,13 @@ _BEGIN = (
     f"UPDATE idempotency.stream_positions SET position = %(position)s WHERE {_MINE} AND position IS NULL RETURNING 1"
 )
 
-# Raises division_by_zero if it matches no row, so that no COMMIT can follow.
+# Raises division_by_zero if it matches no row, so that no COMMIT can follow. An owner that freezes from here on is disconnected within
+# half a lease, as the holder of an operation is: the next one waits for this row.
 _ADVANCE = f"""
-WITH moved AS (
+WITH {SETTINGS}, moved AS (
     UPDATE idempotency.stream_positions
     SET position = %(to)s, locked_until = {_LEASE}, stopped = NULL, advanced_at = clock_timestamp()
-    WHERE {_MINE} AND position = %(position)s RETURNING 1
+    FROM settings WHERE {_MINE} AND position = %(position)s RETURNING 1
 )
 SELECT 1 / count(*) FROM moved
 """
@@ -200,7 +202,7 @@ def begin(connection: Connection, held: Held, position: int) -> Held | None:
 
 def advance(connection: Connection, held: Held, to: int, *, lease: float) -> None:
     """Move the position on, in the caller's transaction. Raises `DivisionByZero` if it is not where the owner has read it."""
-    execute(connection, _ADVANCE, _mine(held) | {"to": to, "lease": lease})
+    execute(connection, _ADVANCE, _mine(held) | {"to": to, "lease": lease, "idle_ms": idle_ms(lease)})
 
 
 def pass_over(connection: Connection, held: Held, to: int, *, lease: float) -> bool:

@@ -61,23 +61,26 @@ def test_without_position_and_records_in_the_commit_the_same_kill_doubles(make_s
     assert sorted(streaming.entries()) == sorted(accounts * 2 if apart else accounts)
 
 
-@pytest.mark.parametrize(
-    "point", ["effect.begun", "effect.called", "effect.recorded", "stream.advanced", "finish.committed"]
-)
 def test_a_call_outside_happens_once_whenever_its_process_is_killed(
-    rabbit: Streaming, outside: OutsideWorld, point: str
+    make_streaming: Make, outside: OutsideWorld
 ) -> None:
-    rabbit.environment["LEASE"] = "1.5"
-    for account in ("a0", "a1", "a2"):
-        rabbit.broker.publish({"account": account, "how": "effect", "url": f"{outside.url}/{account}"})
-    planned = rabbit.plan(point, KILL_CHILD)
-    process = rabbit.start(max_attempts=10)
-    until_gone(planned, process)
-    process.kill()
-    rabbit.start(max_attempts=10)
-    rabbit.wait_until_handled()
-    assert rabbit.entries() == ["a0", "a1", "a2"]
-    assert sorted(outside.acts.values()) == [1, 1, 1]  # under three keys, whoever has called
+    points = ("effect.begun", "effect.called", "effect.recorded", "stream.advanced", "finish.committed")
+    each = {point: make_streaming("rabbitmq", apart=True) for point in points}
+    killed = {}
+    for point, streaming in each.items():
+        streaming.environment["LEASE"] = "1.5"
+        for account in ("a0", "a1"):
+            streaming.broker.publish({"account": f"{point}-{account}", "how": "effect", "url": outside.url})
+        planned = streaming.plan(point, KILL_CHILD)
+        killed[point] = planned, streaming.start(max_attempts=10)
+    for point, (planned, process) in killed.items():
+        until_gone(planned, process)
+        process.kill()
+        each[point].start(max_attempts=10)
+    for point, streaming in each.items():
+        streaming.wait_until_handled()
+        assert streaming.entries() == [f"{point}-a0", f"{point}-a1"]
+    assert list(outside.acts.values()) == [1] * 2 * len(points)  # under a key for each, whoever has called
 
 
 def test_one_that_is_stopped_ends_its_batch_and_gives_its_partitions_back(streaming: Streaming) -> None:

@@ -48,6 +48,7 @@ def test_a_position_that_retention_has_overtaken_stops_and_skips_nothing(make_st
     assert kafka.stopped() == ""
 
 
+@pytest.mark.long
 def test_what_was_made_anew_is_noticed(rabbit: Streaming) -> None:
     rabbit.broker.publish_many(10)
     process = rabbit.start()
@@ -62,16 +63,16 @@ def test_what_was_made_anew_is_noticed(rabbit: Streaming) -> None:
 
 def test_offsets_that_the_broker_uses_itself_are_no_lost_messages(make_streaming: Make) -> None:
     """At the beginning of each file RabbitMQ has an entry of its own."""
-    rabbit = make_streaming("rabbitmq", **{"x-stream-max-segment-size-bytes": 20_000})
-    accounts = rabbit.broker.publish_many(3000)
+    rabbit = make_streaming("rabbitmq", **{"x-stream-max-segment-size-bytes": 8_000})
+    accounts = rabbit.broker.publish_many(800)
     process = rabbit.start()
-    eventually(lambda: len(rabbit.entries()) == 3000, what=process.log)
+    eventually(lambda: len(rabbit.entries()) == 800, what=process.log)
     assert "stream_gap" in process.log
     assert rabbit.entries() == accounts
     assert rabbit.stopped() == ""
     (position,) = rabbit.positions().values()
     assert position is not None
-    assert position > 3000
+    assert position > 800
 
 
 def test_a_stream_waits_for_postgres_and_stays_in_its_group(streaming: Streaming) -> None:
@@ -95,6 +96,7 @@ def test_a_stream_waits_for_postgres_and_stays_in_its_group(streaming: Streaming
     assert process.log.count("stream_partition_taken") <= 2  # of RabbitMQ's, the connection and the lease may have gone
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("skip", [0, 1, 2])
 def test_a_commit_whose_answer_is_lost_is_not_made_again(rabbit: Streaming, skip: int) -> None:
     url = make_url(rabbit.environment["DATABASE_URL"])
