@@ -20,6 +20,9 @@ from .sources import KafkaTopics
 if TYPE_CHECKING:
     from celery import Celery
 
+# Seconds after which the main thread looks for signals at the latest.
+WAKE = 0.5
+
 
 def chosen(app: Celery, names: Collection[str] = ()) -> Mapping[str, Stream]:
     """The streams that the application's modules declare; with `names`, those. Raises `SettingsError` for a name that none has."""
@@ -62,7 +65,9 @@ def run_streams(
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        # not without a timeout: a signal that the kernel gives to another thread wakes no join(), and its handler would never run
+        while thread.is_alive():
+            thread.join(WAKE)
     if errors:
         raise errors[0]
 
