@@ -5,6 +5,7 @@
 #   PARTITIONED=day           the records of the tests' databases are in partitions
 #   POOLER=1                  the tests' applications reach Postgres through PgBouncer in transaction mode
 #   PURCHASES= REFUNDS= COPIES= VIA=http FLOW=orders WEBHOOKS=1  options of the demo
+#   FLOW=stream MESSAGES=200000 SOURCE=kafka  and of its stream
 
 STARTED := $(shell date +%s)
 VENV := .venv/bin
@@ -53,7 +54,7 @@ status: .venv/ready ## show them
 
 demo: .venv/ready ## run the whole system under load and faults, then check the ledgers
 	@$(VENV)/python -m demo --started $(STARTED) $(if $(PURCHASES),--purchases $(PURCHASES)) \
-		$(if $(REFUNDS),--refunds $(REFUNDS)) $(if $(FLOW),--flow $(FLOW)) $(if $(COPIES),--copies $(COPIES)) $(if $(VIA),--via $(VIA)) $(if $(WEBHOOKS),--webhooks) $(ARGS)
+		$(if $(REFUNDS),--refunds $(REFUNDS)) $(if $(FLOW),--flow $(FLOW)) $(if $(COPIES),--copies $(COPIES)) $(if $(VIA),--via $(VIA)) $(if $(WEBHOOKS),--webhooks) $(if $(MESSAGES),--messages $(MESSAGES)) $(if $(SOURCE),--source $(SOURCE)) $(ARGS)
 
 test: .venv/ready ## run all tests against real servers
 	@$(if $(POOLER),POOLER=1) $(if $(PARTITIONED),PARTITIONED=$(PARTITIONED)) $(VENV)/python -m pytest --numprocesses $(or $(WORKERS),4) --dist loadfile --no-loadscope-reorder $(ARGS)
@@ -172,7 +173,7 @@ metrics: migrate ## serve the backlog and all processes' counters for Prometheus
 
 # The other benchmarks need none of what this installs.
 contests := unique duplicates storm outside enqueue batch sagas
-bench: .venv/ready ## compare with plain Celery and what else there is; ONLY=unique,duplicates,storm,outside,enqueue,batch,relay,http,latency,backlog,ordering,resend,scale,waiting,purge,held; QUICK=1: 3 rounds and smaller tables; ARGS='--plot DIR --json'; ONLY=life: what operations leave behind; ONLY=start: import and help; ONLY=sagas,saga_length,saga_waits; ONLY=partitions; ONLY=stores: Redis beside Postgres
+bench: .venv/ready ## compare with plain Celery and what else there is; ONLY=unique,duplicates,storm,outside,enqueue,batch,relay,http,latency,backlog,ordering,resend,scale,waiting,purge,held; QUICK=1: 3 rounds and smaller tables; ARGS='--plot DIR --json'; ONLY=life: what operations leave behind; ONLY=start: import and help; ONLY=sagas,saga_length,saga_waits; ONLY=partitions; ONLY=stores: Redis beside Postgres; ONLY=stream
 	@$(if $(or $(if $(ONLY),,all),$(filter $(contests),$(subst $(comma), ,$(ONLY)))),$(VENV)/python -m pip install --quiet --disable-pip-version-check \
 		--no-build-isolation --constraint constraints.txt --editable '.[bench]')
 	@$(VENV)/python -m benchmarks $(if $(ONLY),--only $(ONLY)) $(if $(filter 1,$(QUICK)),--rounds 3 --records 1000000) $(ARGS)

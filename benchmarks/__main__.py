@@ -46,7 +46,9 @@ SAGAS, SAGA_LENGTH, SAGA_WAITS = "sagas", "saga_length", "saga_waits"
 PARTITIONS = "partitions"
 # Records elsewhere, beside Postgres: only on request.
 STORES = "stores"
-ON_REQUEST = (LIFE, START, SAGAS, SAGA_LENGTH, SAGA_WAITS, PARTITIONS, STORES)
+# Beside a plain consumer of Kafka: only on request.
+STREAM = "stream"
+ON_REQUEST = (LIFE, START, SAGAS, SAGA_LENGTH, SAGA_WAITS, PARTITIONS, STORES, STREAM)
 
 
 def main(
@@ -125,6 +127,13 @@ def main(
                 figures = {"plain": answered.plain, "keyed": answered.keyed, "replay": answered.replay}
                 also = f" {name}_replay_vs_plain={answered.replay_ratio:.3f}"
                 show(as_json, "requests/s", f"{name}_vs_plain", answered.ratio, also, **figures)
+        if STREAM in chosen:
+            from . import stream  # imports confluent-kafka
+
+            of_messages = stream.measure(engine, rounds=rounds, messages=5 * messages)
+            figures = {"plain": of_messages.plain, "stream": of_messages.stream}
+            show(as_json, "messages/s", "stream_vs_plain", of_messages.ratio, **figures)
+            report.add("stream", figures, stream_vs_plain=of_messages.ratio)
         if "latency" in chosen:
             with worker(Path(directory) / "worker.log", concurrency, "unique"), relay_process():
                 seconds = latency.measure(engine, messages=20 * rounds)

@@ -52,6 +52,7 @@ PACKAGES = (
     "aws-lambda-powertools",
     "procrastinate",
     "dbos",
+    "confluent-kafka",
 )
 
 
@@ -111,6 +112,15 @@ class Report:
         pyplot.close(figure)
 
 
+def is_installed(name: str) -> bool:
+    """Whether a package is installed: those of other benchmarks need not be."""
+    try:
+        version(name)
+    except PackageNotFoundError:
+        return False
+    return True
+
+
 def describe(database: Engine, environment: Mapping[str, str]) -> dict[str, object]:
     """The versions of packages and servers, and the machine."""
     with database.connect() as connection:
@@ -121,7 +131,7 @@ def describe(database: Engine, environment: Mapping[str, str]) -> dict[str, obje
         broker.connect()
         told = getattr(broker.connection, "server_properties", {})  # a Redis that is the broker has none
     return {
-        "packages": {name: found for name in PACKAGES if (found := _version(name)) is not None},
+        "packages": {name: version(name) for name in PACKAGES if is_installed(name)},
         "servers": {
             "postgres": postgres,
             "redis": info["redis_version"],
@@ -134,10 +144,3 @@ def describe(database: Engine, environment: Mapping[str, str]) -> dict[str, obje
             "load": os.getloadavg(),
         },
     }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:  # of a contender, where only the others are measured
-        return None

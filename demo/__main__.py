@@ -22,7 +22,7 @@ from demo.run import run
 from services import ServiceError
 
 DATA = Path(__file__).parent / "data"
-MAX_COPIES, MAX_WORKERS = 100, 32
+MAX_COPIES, MAX_WORKERS, MAX_MESSAGES = 100, 32, 10_000_000
 
 
 class _Parser(argparse.ArgumentParser):
@@ -39,6 +39,8 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error("flow: orders are returned by rules and submitted without HTTP: no --refunds, no --via http")
     # With --json, stdout is for programs.
     console = Console(stderr=given.json, soft_wrap=True)
+    if given.flow == "stream":
+        return _stream(given, began, console)
     # SIGTERM also has to end everything that was started.
     signal.signal(signal.SIGTERM, _interrupt)
     try:
@@ -66,11 +68,39 @@ def main(arguments: list[str] | None = None) -> int:
     return 0 if report.agrees else 1
 
 
+def _stream(given: argparse.Namespace, began: float, console: Console) -> int:
+    """Run the flow of a stream, which has neither purchases nor ledgers outside."""
+    from demo.stream_run import run_stream  # needs the extra `kafka`
+
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        report = run_stream(given.source, given.messages, given.started or began, console)
+    except (ProcessError, ServiceError) as error:
+        print(f"demo: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("demo: interrupted; everything it started has been stopped", file=sys.stderr)
+        return 130
+    for problem in report.problems:
+        console.print(problem)
+    console.print(report.line, highlight=False)
+    return 0 if report.agrees else 1
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="python -m demo", description=__doc__)
     parser.add_argument("--purchases", type=Path, default=DATA / "purchases.csv", metavar="FILE")
     parser.add_argument("--refunds", type=Path, metavar="FILE")
-    parser.add_argument("--flow", choices=("payments", "orders"), default="payments", help="what becomes of a purchase")
+    parser.add_argument(
+        "--flow",
+        choices=("payments", "orders", "stream"),
+        default="payments",
+        help="what becomes of a purchase; or a stream of messages",
+    )
+    parser.add_argument(
+        "--messages", type=_at_most(MAX_MESSAGES), default=20_000, help="of a stream: how many are published"
+    )
+    parser.add_argument("--source", choices=("rabbitmq", "kafka"), default="rabbitmq", help="of a stream")
     parser.add_argument("--copies", type=_at_most(MAX_COPIES), default=3, help="how often each message is sent")
     parser.add_argument("--seed", type=int, default=1, help="determines the faults and the order of refunds")
     parser.add_argument("--workers", type=_at_most(MAX_WORKERS), default=2)

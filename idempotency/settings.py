@@ -138,6 +138,12 @@ class Settings(BaseModel):
     # Until then, an effect with a `reconcile` asks the provider before its first call: after the restore of a backup.
     ask_first_until: AwareDatetime | None = None
 
+    # Where the brokers of Kafka are: host:port, separated by commas; and what librdkafka is told beside that, as security.protocol.
+    kafka_servers: SecretStr | None = None
+    kafka_options: dict[str, SecretStr] = {}
+    # Streams wait while the slowest standby of Postgres is behind by more, or none is connected. None: they do not look.
+    stream_standby_lag: float | None = Field(None, gt=0)
+
     # Who may operate, and approve what others ask for. A file of people that its owner keeps, or the company's OpenID Connect:
     # the issuer and audience of ID tokens, the issuer's keys (a JWKS, as an https address or a file), and the claim with a
     # person's groups. Default: the people of `operators add`.

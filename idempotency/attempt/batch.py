@@ -293,40 +293,56 @@ class _Batch:
     def _run_one(
         self, connection: Connection, place: int, attempt: BatchedAttempt, *, savepoint: bool
     ) -> tuple[Any, str]:
-        """Run a body, and flush what it wrote. Returns its result, and that as text."""
-        session = sessions_of(self._runtime.engine).within(connection, savepoint=savepoint)
-        attempt.writes.use(session)
-        attempt.stopped, attempt.is_about_others, shared = False, False, connection.get_transaction()
-        session.watch = attempt.watch
-        driver: Any = connection.connection.driver_connection
-        rollbacks = getattr(driver, "rollbacks", 0)
+        return run_within(
+            self._runtime, connection, attempt, lambda attempt: self._body(place, attempt), savepoint=savepoint
+        )
+
+
+def run_within(
+    runtime: Runtime,
+    connection: Connection,
+    attempt: BatchedAttempt,
+    body: Callable[[Any], Any],
+    *,
+    savepoint: bool = False,
+) -> tuple[Any, str]:
+    """Run a body in a transaction that others share, and flush what it wrote. Returns its result, and that as text.
+
+    Raises what the body raises, and `Alone`. Without a `savepoint`, only a rollback of all undoes what it wrote by then.
+    """
+    session = sessions_of(runtime.engine).within(connection, savepoint=savepoint)
+    attempt.writes.use(session)
+    attempt.stopped, attempt.is_about_others, shared = False, False, connection.get_transaction()
+    session.watch = attempt.watch
+    driver: Any = connection.connection.driver_connection
+    rollbacks = getattr(driver, "rollbacks", 0)
+    try:
         try:
-            try:
-                if session.tells_of_commit:
-                    attempt.leave()
-                result = self._body(place, attempt)
-                stored = self._runtime.stored_result(result)
-                session.flush()
-            finally:
-                attempt.has_rolled_back = getattr(driver, "rollbacks", 0) != rollbacks
-            if (
-                attempt.stopped
-                or session.tells_of_commit
-                or attempt.has_rolled_back
-                or not connection.in_transaction()
-                or connection.get_transaction() is not shared
-            ):
-                attempt.leave()  # perhaps it has rolled back more than its own
-            if savepoint:  # at COMMIT, a violation would roll back everything
-                execute(connection, "SET CONSTRAINTS ALL IMMEDIATE")
-                execute(connection, "SET CONSTRAINTS ALL DEFERRED")
-            session.end_with_commit()  # of the savepoint, if there is one
-            if attempt.is_about_others:
-                act_for(connection, [attempt.claim.id.tenant])
+            if session.tells_of_commit:
+                attempt.leave()
+            result = body(attempt)
+            stored = runtime.stored_result(result)
+            session.flush()
         finally:
-            session.watch = None
-            session.end()
-        return result, stored
+            attempt.has_rolled_back = getattr(driver, "rollbacks", 0) != rollbacks
+        if (
+            attempt.stopped
+            or session.tells_of_commit
+            or attempt.has_rolled_back
+            or not connection.in_transaction()
+            or connection.get_transaction() is not shared
+        ):
+            attempt.leave()  # perhaps it has rolled back more than its own
+        if savepoint:  # at COMMIT, a violation would roll back everything
+            execute(connection, "SET CONSTRAINTS ALL IMMEDIATE")
+            execute(connection, "SET CONSTRAINTS ALL DEFERRED")
+        session.end_with_commit()  # of the savepoint, if there is one
+        if attempt.is_about_others:
+            act_for(connection, [attempt.claim.id.tenant])
+    finally:
+        session.watch = None
+        session.end()
+    return result, stored
 
 
 class _NotAll(Exception):

@@ -84,11 +84,15 @@ class FencedWrites:
 
     def in_session(self, write: Callable[[Connection], None]) -> None:
         """Write in the session's transaction. A statement that finds another holder rolls the session back."""
+        with self._fenced_by_division():
+            self.as_our_own(write)
+
+    def as_our_own(self, write: Callable[[Connection], None]) -> None:
+        """Write in the session's transaction, under our own role, whatever role the body has taken."""
         framework().check_may_commit(self.session)
         connection = self.session.connection()
         reset_role(connection)
-        with self._fenced_by_division():
-            write(connection)
+        write(connection)
 
     def together(self, write: Callable[[Connection], None]) -> None:
         """Write in the session's transaction and commit it."""

@@ -83,10 +83,11 @@ def _note(unanswered: str | None) -> None:
         print(f"idempotency: the database does not answer ({unanswered}): claims wait", file=sys.stderr)  # noqa: T201
 
 
-def require_safe_setup(app: Celery, *, consumed: Iterable[str] = ()) -> str | None:
+def require_safe_setup(app: Celery, *, consumed: Iterable[str] = (), has_streams: bool = False) -> str | None:
     """Raise `SystemExit` with one line per reason not to start. Returns why the database could not be checked, if so.
 
-    `consumed`: the queues that a worker takes messages from. A worker of another application must not.
+    `consumed`: the queues that a worker takes messages from. A worker of another application must not. `has_streams`: there is
+    something to check even if no task of the application is idempotent.
     """
     # only these processes need them
     from .doctor import check_configuration
@@ -95,7 +96,7 @@ def require_safe_setup(app: Celery, *, consumed: Iterable[str] = ()) -> str | No
     from .sagas import check_sagas
     from .tls import is_refused
 
-    if not idempotent_tasks(app):
+    if not has_streams and not idempotent_tasks(app):
         return None
     unanswered = None
     settings, findings = read_settings(app)

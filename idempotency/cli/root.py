@@ -25,6 +25,10 @@ COMMANDS = {
         "deployment",
         "Publish the outbox until stopped; also recover, resend, store dead letters, alert and purge. Run any number.",
     ),
+    "stream": (
+        "stream_commands",
+        "Handle the application's streams until stopped. Run any number: partitions are divided among them.",
+    ),
     "doctor": (
         "deployment",
         "Check for anything that would lose work, do it twice or expose it. Exit status 1 if there is.",

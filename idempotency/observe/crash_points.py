@@ -3,7 +3,8 @@
 hint.left · claimed · body.entered · effect.begun · effect.called · effect.recorded · step.recorded ·
 step.committed · result.put · finish.written (UPDATE done, COMMIT not sent) · finish.committed · released · relay.selected ·
 relay.published · relay.confirmed · relay.marked · dead_letter.stored · partition.cleared · store.recording · store.recorded (of a
-DeduplicatedTask: before and after the write that ends it)
+DeduplicatedTask: before and after the write that ends it) · stream.assigned · stream.fetched · stream.run (the bodies) ·
+stream.recorded · stream.advanced (COMMIT not sent) · stream.committed · stream.copied (to the broker) · stream.given_up
 """
 
 from __future__ import annotations

@@ -45,6 +45,9 @@ alerts: Counter
 alerts_unsent: Counter
 redis_unavailable: Counter
 webhooks: Counter
+stream_messages: Counter
+stream_partitions_taken: Counter
+stream_partitions_lost: Counter
 attempt_seconds: Histogram
 phase_seconds: Histogram
 
@@ -135,6 +138,19 @@ class _Metrics:
         self.redis_unavailable = counter("idempotency_redis_unavailable", "Calls to Redis that failed or timed out")
         self.webhooks = counter(
             "idempotency_webhooks", "Attempts to deliver a webhook, by what came of them", ["answer"]
+        )
+        self.stream_messages = counter(
+            "idempotency_stream_messages",
+            "Messages that a stream's position has passed, by what came of them",
+            ["stream", "as"],
+        )
+        self.stream_partitions_taken = counter(
+            "idempotency_stream_partitions_taken", "Partitions that a process has begun to handle", ["stream"]
+        )
+        self.stream_partitions_lost = counter(
+            "idempotency_stream_partitions_lost",
+            "Partitions that another process, or a person's seek, has taken from one that held them",
+            ["stream"],
         )
         self.attempt_seconds = histogram(
             "idempotency_attempt_seconds", "Time from the claim to the end of the attempt", ["task"]

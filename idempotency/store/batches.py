@@ -63,6 +63,38 @@ SELECT given.key, known.result FROM given CROSS JOIN LATERAL (
 WHERE known.status = 'completed' AND known.service = %(service)s AND known.fingerprint = given.fingerprint
 """
 
+# What there is of these operations already, and whether that says that they have been completed.
+_KNOWN = """
+WITH given AS MATERIALIZED (
+    SELECT * FROM unnest(%(keys)b::text[], %(fingerprints)b::text[]) AS g(key, fingerprint)
+)
+SELECT given.key, known.status = 'completed' AND known.service = %(service)s AND known.fingerprint = given.fingerprint AS is_done
+FROM given CROSS JOIN LATERAL (
+    SELECT * FROM idempotency.records r
+    WHERE r.tenant = %(tenant)s AND r.task = %(task)s AND r.key = given.key OFFSET 0
+) known
+"""
+
+# Of operations that no one has claimed: what they are known by is committed with what they have done, in one version of the row.
+_COMPLETE_NEW = """
+WITH given AS MATERIALIZED (
+    SELECT * FROM unnest(%(keys)b::text[], %(fingerprints)b::text[], %(results)b::text[]) AS g(key, fingerprint, result)
+)
+INSERT INTO idempotency.records
+    (tenant, task, key, status, fence, locked_by, fingerprint, message, queue, service, result, response_code, completed_at,
+     expires_at)
+SELECT %(tenant)s, %(task)s, key, 'completed', pg_catalog.nextval('idempotency.fence'), %(holder)s, fingerprint, '', %(queue)s,
+       %(service)s, result, %(response_code)s, clock_timestamp(), clock_timestamp() + make_interval(secs => %(retention)s)
+FROM given
+-- in one order everywhere, as when they are claimed
+ORDER BY key
+ON CONFLICT (tenant, task, key) DO NOTHING
+RETURNING key
+"""
+_COMPLETE_NEW_IN_PARTITIONS = _COMPLETE_NEW.replace(f"{CONFLICT} DO NOTHING\n", "").replace(
+    "ORDER BY key\n", f"ORDER BY {lock_of('%(tenant)s', '%(task)s', 'key')}\n"
+)
+
 # As of a single end: a holder that freezes before COMMIT is disconnected within half a lease, and the commit is flushed. The
 # rows are found by their keys, however small the table was when the plan was made.
 _SETTINGS = """
@@ -187,3 +219,56 @@ def complete(
             "many": len(claims),
         },
     )
+
+
+def known(connection: Connection, deliveries: Sequence[Delivery], *, service: str) -> dict[str, bool]:
+    """Those of these operations of one task and tenant that have a record, by key: whether it says that they have been completed."""
+    first = deliveries[0].id
+    rows = execute(
+        connection,
+        _KNOWN,
+        {
+            "tenant": first.tenant,
+            "task": first.task,
+            "service": service,
+            "keys": [each.id.key for each in deliveries],
+            "fingerprints": [each.fingerprint for each in deliveries],
+        },
+    ).fetchall()
+    return {row.key: bool(row.is_done) for row in rows}
+
+
+def complete_new(
+    connection: Connection,
+    deliveries: Sequence[Delivery],
+    results: Sequence[str],
+    *,
+    service: str,
+    holder: str,
+    retention: float,
+    lease: float,
+) -> set[str]:
+    """Complete operations of one task and tenant that no one has claimed, in the bodies' transaction. Returns the keys of those.
+
+    Whoever has claimed another one's key since, or is about to commit, has it: it is not among them. `results` as text;
+    `retention` and `lease` in seconds.
+    """
+    first = deliveries[0]
+    execute(connection, _SETTINGS, {"idle_ms": idle_ms(lease)})
+    rows = execute(
+        connection,
+        fitting(connection, _COMPLETE_NEW, _COMPLETE_NEW_IN_PARTITIONS),
+        {
+            "tenant": first.id.tenant,
+            "task": first.id.task,
+            "keys": [each.id.key for each in deliveries],
+            "fingerprints": [each.fingerprint for each in deliveries],
+            "results": list(results),
+            "queue": first.queue,
+            "service": service,
+            "holder": holder,
+            "retention": retention,
+            "response_code": RESPONSE_COMPLETED,
+        },
+    ).fetchall()
+    return {row.key for row in rows}

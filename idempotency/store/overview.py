@@ -18,7 +18,7 @@ from sqlalchemy import Connection, Row
 from sqlalchemy.pool import NullPool
 
 from ..settings import Settings
-from . import processes, sharing, webhooks
+from . import processes, sharing, streams, webhooks
 from .connections import make_engine
 
 # The most rows that one count reads, over all queues: about a quarter of a second. A count that stopped there is shown
@@ -236,6 +236,7 @@ class Snapshot:
     others: Sequence[Row[Any]] = ()
     sharers: Sequence[Row[Any]] = ()
     disabled_webhooks: Sequence[Row[Any]] = ()
+    streams: Sequence[Row[Any]] = ()  # where each stream is, by partition
     not_kept: int = 0  # operations that wait for the place of large results
     broker_answered: bool = False
 
@@ -300,6 +301,7 @@ def take_snapshot(connection: Connection, settings: Settings) -> Snapshot:
     found.processes = [process for process in seen if process.service == settings.service]
     found.others = [process for process in seen if process.service != settings.service]
     found.sharers = sharing.sharers(connection, settings, bound=BOUND)
+    found.streams = streams.status(connection, settings.service)
     found.disabled_webhooks = webhooks.disabled_by_itself(connection, settings.service)
     return found
 

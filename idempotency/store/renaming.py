@@ -29,6 +29,8 @@ TABLES = {
     "lanes": ({"task": "text", "ordering_key": "text"}, "service"),
     "outbox": ({"id": "bigint"}, "service"),
     "sagas": ({"id": "uuid"}, "service"),
+    # where streams are: they go on from there under the new name, under which the keys of what they have handled are known
+    "stream_positions": ({"id": "bigint"}, "service"),
     # those that are silent: under the new name, `forget` finds them
     "processes": ({"kind": "text", "name": "text", "host": "text", "pid": "int"}, "service"),
 }

@@ -39,6 +39,8 @@ RIGHTS: Mapping[str, Mapping[str, str]] = {
         "webhook_secrets": "SELECT",
         "webhook_deliveries": WRITE,
         "webhook_attempts": WRITE,
+        "stream_positions": WRITE,
+        "stream_members": ALL,
         "markers": "SELECT, UPDATE",
         "relay_sleep": "SELECT",
         "compatibility": "SELECT",

@@ -41,6 +41,7 @@ TRY_AGAIN = ("55P03", "40P01", "40001")
 WORK = (
     *("records", "outbox", "lanes", "markers", "dead_letters", "discards", "dead_letter_tries", "alerts", "set_aside"),
     *("waiters", "sagas", "saga_steps", "saga_events", "webhook_deliveries", "webhook_attempts"),
+    *("stream_positions", "stream_members"),
 )
 
 

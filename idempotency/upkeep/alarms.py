@@ -22,6 +22,7 @@ from ..settings import Settings
 from ..store import alarms as stored
 from ..store.overview import QueueState, Snapshot, monitoring_connection
 from ..store.statements import is_news
+from ..streams.declaring import TASK_PREFIX
 from ..text import one_line
 from . import overview
 from .alerts import ALARM_INTERVALS, can_send, post
@@ -71,10 +72,14 @@ def lasting(found: Snapshot, settings: Settings) -> list[Alarm]:
             advice = f"start its relay; if it has another name now, `{framework().command} rename-service`"
             name = f"no_relay/{row.service}"
             alarms.append(Alarm(name, f"application {row.service}", waiting, advice, settings.alarm_unconsumed))
+    alive = [each for each in found.processes if each.silent_seconds <= settings.alarm_silence]
+    handled = {queue for each in alive if each.kind == "stream" for queue in each.queues}
     for name, queue in sorted(found.queues.items()):
         work = f"{_number(queue, 'accepted')} accepted, {_number(queue, 'released')} released, {queue.ready} ready"
-        if queue.consumers == 0 and queue.has_work:
+        if queue.consumers == 0 and queue.has_work and name not in handled:
             advice = "start a worker for it"
+            if name.startswith(TASK_PREFIX):  # no queue of the broker's, but what people have opened again of a stream
+                advice = f"start `{framework().command} stream`"
             alarms.append(
                 Alarm(
                     f"no_consumers/{name}", f"queue {name}", f"no consumers; {work}", advice, settings.alarm_unconsumed
@@ -93,6 +98,17 @@ def lasting(found: Snapshot, settings: Settings) -> list[Alarm]:
         waiting = f"{operations} for their place, which does not take a result"
         advice = f"`{framework().command} doctor` says what it answers; nothing is lost, and they go on by themselves"
         alarms.append(Alarm("large_results", "results not kept", waiting, advice, settings.alarm_unconsumed))
+    for row in found.streams:
+        name, subject = f"{row.consumer}/{row.topic}/{row.partition}", f"stream {row.consumer}"
+        if row.stopped is not None:
+            advice = "as it says; until then, nothing that comes after it is handled"
+            alarms.append(
+                Alarm(f"stream_stopped/{name}", subject, f"{row.topic}/{row.partition}: {row.stopped}", advice)
+            )
+        elif row.lag and (row.lease_left is None or row.lease_left < 0):
+            waiting = f"no process handles {row.topic}/{row.partition}; {row.lag:,} messages wait"
+            advice = f"start `{framework().command} stream`"
+            alarms.append(Alarm(f"stream_unowned/{name}", subject, waiting, advice, settings.alarm_unconsumed))
     alarms += [
         Alarm(
             f"webhook_disabled/{row.id}",

@@ -71,6 +71,7 @@ class Backlog(Collector):
         yield from _queues(found)
         yield from _processes(found)
         yield from _letters(found)
+        yield from _streams(found)
 
 
 def _queues(found: Snapshot) -> Iterator[Metric]:
@@ -108,3 +109,21 @@ def _letters(found: Snapshot) -> Iterator[Metric]:
         "Operations that ended as effect_unknown, waiting for a person",
         found.unknown_effects,
     )
+
+
+def _streams(found: Snapshot) -> Iterator[Metric]:
+    by_name = {
+        name: GaugeMetricFamily(f"idempotency_stream_{name}", text, labels=["stream", "topic", "partition"])
+        for name, text in (
+            ("position", "The offset of the next message of a partition"),
+            ("lag", "Messages of a partition that are not handled, as far as its owner has seen"),
+            ("stopped", "Whether a partition goes no further until a person has decided"),
+        )
+    }
+    for row in found.streams:
+        labels = [row.consumer, row.topic, str(row.partition)]
+        by_name["stopped"].add_metric(labels, float(row.stopped is not None))
+        for name in ("position", "lag"):
+            if (value := getattr(row, name)) is not None:
+                by_name[name].add_metric(labels, value)
+    yield from by_name.values()

@@ -98,7 +98,7 @@ def test_rows_lanes_and_dead_letters_of_the_old_name_go_on_under_the_new_one(
     relay = Relay(bank)
     assert relay.run_once().published == 0
     counts = {"saga_events": 0, "records": 2, "dead_letters": 2, "lanes": 1, "outbox": 2, "sagas": 0}
-    counts |= {"webhook_endpoints": 0, "webhook_deliveries": 0, "processes": 0}
+    counts |= {"webhook_endpoints": 0, "webhook_deliveries": 0, "stream_positions": 0, "processes": 0}
     assert renamed() == {"change": "renamed", "old": "bank", "new": "ledger"} | counts
     assert relay.run_once().published == 2
     relay.close()

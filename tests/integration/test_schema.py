@@ -33,6 +33,7 @@ TABLES |= {"api_keys", "waiters"}
 TABLES |= {"audit_chain", "audit_head"}
 TABLES |= {"sagas", "saga_steps", "saga_events"}
 TABLES |= {"webhook_endpoints", "webhook_secrets", "webhook_deliveries", "webhook_attempts"}
+TABLES |= {"stream_positions", "stream_members"}
 
 
 @pytest.fixture(scope="module")

@@ -60,7 +60,7 @@ LAYERS = (
     ("attempt",),
     ("stores",),
     ("application", "identities", "waiting"),
-    ("handle", "http"),
+    ("handle", "http", "streams"),
     ("worker",),
     ("events", "letters"),
     ("sagas", "webhooks"),

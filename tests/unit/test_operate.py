@@ -46,6 +46,7 @@ CHANGES = {
     "retry_saga",
     "revoke_api_key",
     "rotate_secret",
+    "seek_stream",
     "signal_saga",
 }
 

@@ -1,0 +1,132 @@
+"""`idempotency stream`, and `stream status, seek`: handling streams, where they are, and moving that.
+
+Exit status 0: done. 1: refused or not found, with one line on stderr. 2: the command line is wrong.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Annotated
+
+import typer
+
+from ..application import runtime_of, settings_of
+from ..checks.startup import require_safe_setup
+from ..observe import outages
+from ..observe.logs import keep_lines_whole, log
+from ..operate.change import Change
+from ..operate.seek import seek_stream
+from ..store import streams as stored
+from ..store.overview import monitoring_connection
+from ..streams.process import chosen, run_streams
+from ..upkeep.presence import SignOfLife
+from .options import ActorOption, AppOption, JsonOption, ReasonOption, RequestOption
+from .terminal import application, console, print_json, print_table, stopped_by_signals
+
+commands = typer.Typer()
+group = typer.Typer(
+    invoke_without_command=True,
+    help="Handle the application's streams until stopped. Run any number: partitions are divided among them.",
+)
+commands.add_typer(group, name="stream")
+
+
+@group.callback()
+def stream(
+    context: typer.Context,
+    app: AppOption = "",
+    only: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="Only this stream; may be given again. Default: all.")
+    ] = None,
+    instance: Annotated[
+        str | None,
+        typer.Option(
+            help="A name that this process keeps over restarts, and no other has: Kafka then gives it its partitions back without "
+            "moving the others.",
+        ),
+    ] = None,
+) -> None:
+    if context.invoked_subcommand is not None:
+        return
+    celery = application(app)
+    streams = chosen(celery, only or ())
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    keep_lines_whole(logging.getLogger())
+    stop = stopped_by_signals()
+    unanswered = require_safe_setup(celery, has_streams=True)
+    if unanswered is not None and outages.postgres.is_news():
+        log.warning("postgres_unavailable", error=unanswered)
+    life = SignOfLife(celery, "stream", instance, queues=lambda: [each.task for each in streams.values()])
+    life.start()
+    log.info("streams_started", streams=",".join(streams))
+    run_streams(celery, streams, stop, instance=instance, progressed=lambda name: life.progressed(loop=name))
+    life.end()
+    log.info("streams_stopped")
+
+
+@group.command()
+def status(
+    app: AppOption = "",
+    name: Annotated[str | None, typer.Option("--only", metavar="NAME", help="Only this stream.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Where each stream is: positions, how far behind, who handles them, and what has stopped."""
+    settings = settings_of(application(app))
+    with monitoring_connection(settings) as connection:
+        rows = stored.status(connection, settings.service, name)
+    if as_json:
+        print_json([dict(row._mapping) for row in rows])
+        return
+    columns = ("stream", "partition", "position", "lag", "handled by", "last moved", "stopped")
+    print_table(
+        *columns,
+        rows=[
+            (
+                row.consumer,
+                f"{row.topic}/{row.partition}",
+                row.position,
+                row.lag,
+                _owner(row.owner, row.lease_left),
+                row.advanced_at,
+                row.stopped,
+            )
+            for row in rows
+        ],
+    )
+
+
+def _owner(owner: str | None, lease_left: float | None) -> str:
+    """Host and process of an owner, and whether it is silent."""
+    if owner is None or lease_left is None:
+        return "no one"
+    host, _, _, pid, _ = (owner.split("|") + [""] * 5)[:5]
+    return f"{host} {pid}" if lease_left > 0 else f"{host} {pid}, silent for {-lease_left:.0f} s"
+
+
+@group.command()
+def seek(
+    name: Annotated[str, typer.Argument(help="The stream's name in the application.")],
+    reason: ReasonOption,
+    actor: ActorOption,
+    to: Annotated[int, typer.Option(min=0, help="The offset of the next message.")],
+    topic: Annotated[str, typer.Option(help="The topic of Kafka, or the stream of RabbitMQ.")],
+    partition: Annotated[int, typer.Option(min=0)] = 0,
+    take: Annotated[bool, typer.Option("--take", help="Also from a process that handles it now.")] = False,
+    app: AppOption = "",
+    request_id: RequestOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Let a stream go on from another offset. What it has handled is known by its keys, while their records are kept."""
+    celery = application(app)
+    before = seek_stream(celery, name, topic, partition, to, Change(actor, reason, request_id), take=take)
+    retention = runtime_of(celery).settings.retention_completed
+    if as_json:
+        print_json({"stream": name, "topic": topic, "partition": partition, "from": before, "to": to})
+        return
+    console.print(f"{name}: {topic}/{partition} goes on from {to}, was at {before}")
+    if before is not None and to < before:
+        console.print(
+            f"what was handled more than {retention / 3600:g} h ago may have no record any more, and is handled again"
+        )
+    elif before is not None and to > before:
+        console.print("what is between the two is not handled")

@@ -1,0 +1,300 @@
+"""Where each consumer of a stream is, and who may move that on: one row for each partition.
+
+The position moves in the commit of what the messages have done, and only from where its owner had read it, under the owner's fence:
+a former owner's commit matches nothing. A lease says for how long others leave a partition alone; it decides nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from sqlalchemy import Connection, Row
+
+from .record import SETTINGS, idle_ms
+from .statements import execute
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One partition of a topic, for one consumer of one application."""
+
+    service: str
+    consumer: str
+    topic: str
+    partition: int
+
+    def __str__(self) -> str:
+        return f"{self.topic}/{self.partition}"
+
+    def fields(self) -> dict[str, Any]:
+        """The parameters of `_PLACE`."""
+        return {
+            "service": self.service, "consumer": self.consumer, "topic": self.topic, "partition": self.partition
+        }  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A partition, as its owner has taken it: the offset of the next message, None before the first, and the owner's fence."""
+
+    place: Place
+    position: int | None
+    fence: int
+
+    def at(self, position: int) -> Held:
+        """The same, further on."""
+        return replace(self, position=position)
+
+
+_PLACE = "service = %(service)s AND consumer = %(consumer)s AND topic = %(topic)s AND partition = %(partition)s"
+_MINE = f"{_PLACE} AND fence = %(fence)s"
+_LEASE = "clock_timestamp() + make_interval(secs => %(lease)s)"
+_FENCE = "pg_catalog.nextval('idempotency.fence')"
+
+_TAKE = f"""
+INSERT INTO idempotency.stream_positions AS p (service, consumer, topic, partition, fence, owner, locked_until)
+VALUES (%(service)s, %(consumer)s, %(topic)s, %(partition)s, {_FENCE}, %(owner)s, {_LEASE})
+ON CONFLICT (service, consumer, topic, partition) DO UPDATE SET fence = {_FENCE}, owner = %(owner)s, locked_until = {_LEASE}
+WHERE %(regardless)s OR p.owner IS NULL OR p.owner = %(owner)s OR p.locked_until < clock_timestamp()
+   OR p.owner = ANY(%(dead)s::text[])
+RETURNING position, fence
+"""
+
+# Of an owner whose commit had no answer: it waits for that commit's lock, and what comes of it later matches nothing.
+_TAKE_AGAIN = f"""
+UPDATE idempotency.stream_positions SET fence = {_FENCE}, locked_until = {_LEASE}
+WHERE {_MINE} RETURNING position, fence
+"""
+
+_BEGIN = (
+    f"UPDATE idempotency.stream_positions SET position = %(position)s WHERE {_MINE} AND position IS NULL RETURNING 1"
+)
+
+# Raises division_by_zero if it matches no row, so that no COMMIT can follow. An owner that freezes from here on is disconnected within
+# half a lease, as the holder of an operation is: the next one waits for this row.
+_ADVANCE = f"""
+WITH {SETTINGS}, moved AS (
+    UPDATE idempotency.stream_positions
+    SET position = %(to)s, locked_until = {_LEASE}, stopped = NULL, advanced_at = clock_timestamp()
+    FROM settings WHERE {_MINE} AND position = %(position)s RETURNING 1
+)
+SELECT 1 / count(*) FROM moved
+"""
+
+# For a message that has ended before: its own commit may have moved the position, and its answer was lost.
+_PASS = f"""
+UPDATE idempotency.stream_positions
+SET position = %(to)s, locked_until = {_LEASE}, stopped = NULL, advanced_at = clock_timestamp()
+WHERE {_MINE} AND position BETWEEN %(position)s AND %(to)s RETURNING 1
+"""
+
+# A skipped row is locked, perhaps by its own commit: it is not lost.
+_RENEW = """
+WITH held AS (
+    SELECT * FROM unnest(%(topics)b::text[], %(partitions)b::int[], %(fences)b::bigint[], %(ends)b::bigint[])
+        AS h(topic, partition, fence, end_position)
+), mine AS MATERIALIZED (
+    SELECT p.id, h.end_position FROM idempotency.stream_positions p JOIN held h USING (topic, partition)
+    WHERE p.service = %(service)s AND p.consumer = %(consumer)s AND p.fence = h.fence
+    ORDER BY p.id FOR UPDATE OF p SKIP LOCKED
+), renewed AS (
+    UPDATE idempotency.stream_positions p
+    SET locked_until = clock_timestamp() + make_interval(secs => %(lease)s),
+        end_position = coalesce(mine.end_position, p.end_position)
+    FROM mine WHERE p.id = mine.id RETURNING 1
+)
+SELECT h.topic, h.partition, h.fence, (SELECT count(*) FROM renewed) AS renewed FROM held h
+JOIN idempotency.stream_positions p USING (topic, partition)
+WHERE p.service = %(service)s AND p.consumer = %(consumer)s AND p.fence = h.fence
+"""
+
+_STOP = f"UPDATE idempotency.stream_positions SET stopped = %(why)s WHERE {_MINE} AND stopped IS DISTINCT FROM %(why)s"
+
+_RELEASE = (
+    f"UPDATE idempotency.stream_positions SET owner = NULL, locked_until = NULL WHERE {_MINE} AND owner IS NOT NULL"
+)
+
+_JOIN = """
+INSERT INTO idempotency.stream_members (service, consumer, member, locked_until)
+VALUES (%(service)s, %(consumer)s, %(member)s, clock_timestamp() + make_interval(secs => %(lease)s))
+ON CONFLICT (service, consumer, member) DO UPDATE SET locked_until = excluded.locked_until
+"""
+_LEAVE = """
+DELETE FROM idempotency.stream_members
+WHERE service = %(service)s AND consumer = %(consumer)s AND (member = ANY(%(members)s) OR locked_until < clock_timestamp())
+"""
+_MEMBERS = """
+SELECT member FROM idempotency.stream_members
+WHERE service = %(service)s AND consumer = %(consumer)s AND locked_until > clock_timestamp() ORDER BY member
+"""
+
+_OWNERS = """
+SELECT topic, partition, fence, owner, (locked_until < clock_timestamp()) IS TRUE AS is_over FROM idempotency.stream_positions
+WHERE service = %(service)s AND consumer = %(consumer)s ORDER BY topic, partition
+"""
+
+_STATUS = """
+SELECT consumer, topic, partition, position, end_position, greatest(end_position - position, 0) AS lag, owner, fence,
+       extract(epoch FROM locked_until - clock_timestamp())::float8 AS lease_left, stopped, advanced_at
+FROM idempotency.stream_positions WHERE service = %(service)s AND (%(consumer)s::text IS NULL OR consumer = %(consumer)s)
+ORDER BY consumer, topic, partition
+"""
+
+_LOCK = f"""
+SELECT position, fence, owner, locked_until > clock_timestamp() AS is_owned
+FROM idempotency.stream_positions WHERE {_PLACE} FOR UPDATE
+"""
+
+# Without an owner: the present one, if there is one, finds its fence gone, takes the partition again and reads from here.
+_SEEK = f"""
+UPDATE idempotency.stream_positions SET position = %(to)s, fence = {_FENCE}, owner = NULL, locked_until = NULL, stopped = NULL
+WHERE {_PLACE} RETURNING fence
+"""
+
+# Operations that a person has opened again, with what their letters have kept of the message.
+_REOPENED = """
+SELECT r.tenant, r.key, letter.headers FROM idempotency.records r CROSS JOIN LATERAL (
+    SELECT headers, status, generation FROM idempotency.dead_letters d
+    WHERE (d.tenant, d.task, d.key) = (r.tenant, r.task, r.key) AND d.source = 'operation' ORDER BY d.id DESC LIMIT 1
+) letter
+WHERE r.queue = %(queue)s AND r.available_at <= clock_timestamp() AND r.service = %(service)s AND r.task = %(task)s
+  AND letter.status = 'replayed' AND letter.generation < r.generation
+ORDER BY r.available_at LIMIT %(limit)s
+"""
+
+_LETTER = """
+SELECT bool_or(status = 'open') AS is_open FROM idempotency.dead_letters
+WHERE digest = %(digest)s AND starts_with(queue, 'stream.')
+"""
+
+# A role without `pg_read_all_stats` sees of others' connections that they are there, and not what they do.
+_STANDBY_LAG = """
+SELECT count(*) AS standbys, max(extract(epoch FROM replay_lag))::float8 AS lag, coalesce(bool_or(state IS NULL), false) AS is_hidden
+FROM pg_catalog.pg_stat_replication
+"""
+
+
+def take(
+    connection: Connection, place: Place, owner: str, *, lease: float, regardless: bool, dead: Collection[str] = ()
+) -> Held | None:
+    """Become the owner of a partition, under a new fence; None: another one's lease is not over.
+
+    `regardless` of that, if the broker has given it to this process. `dead`: owners that are known to be gone. `lease` in seconds.
+    """
+    fields = {"owner": owner, "lease": lease, "regardless": regardless, "dead": list(dead)}
+    row = execute(connection, _TAKE, place.fields() | fields).fetchone()
+    return None if row is None else Held(place, row.position, row.fence)
+
+
+def take_again(connection: Connection, held: Held, *, lease: float) -> Held | None:
+    """Move the fence of one's own partition after a doubt, and read where it is; None: it is another's."""
+    row = execute(connection, _TAKE_AGAIN, _mine(held) | {"lease": lease}).fetchone()
+    return None if row is None else Held(held.place, row.position, row.fence)
+
+
+def begin(connection: Connection, held: Held, position: int) -> Held | None:
+    """Note the offset of the first message that there is, before one is handled; None: not the owner."""
+    row = execute(connection, _BEGIN, _mine(held) | {"position": position}).fetchone()
+    return None if row is None else held.at(position)
+
+
+def advance(connection: Connection, held: Held, to: int, *, lease: float) -> None:
+    """Move the position on, in the caller's transaction. Raises `DivisionByZero` if it is not where the owner has read it."""
+    execute(connection, _ADVANCE, _mine(held) | {"to": to, "lease": lease, "idle_ms": idle_ms(lease)})
+
+
+def pass_over(connection: Connection, held: Held, to: int, *, lease: float) -> bool:
+    """Move the position beyond a message that has ended, unless its end has done so. False: not the owner."""
+    return execute(connection, _PASS, _mine(held) | {"to": to, "lease": lease}).fetchone() is not None
+
+
+def renew(
+    connection: Connection, service: str, consumer: str, held: Mapping[Held, int | None], *, lease: float
+) -> set[Held]:
+    """Renew the leases of a consumer's partitions, and note the ends of their streams. Returns those that are still its own."""
+    each = list(held)
+    rows = execute(
+        connection,
+        _RENEW,
+        {
+            "service": service,
+            "consumer": consumer,
+            "topics": [one.place.topic for one in each],
+            "partitions": [one.place.partition for one in each],
+            "fences": [one.fence for one in each],
+            "ends": [held[one] for one in each],
+            "lease": lease,
+        },
+    ).fetchall()
+    found = {(row.topic, row.partition, row.fence) for row in rows}
+    return {one for one in each if (one.place.topic, one.place.partition, one.fence) in found}
+
+
+def stop(connection: Connection, held: Held, why: str | None) -> None:
+    """Say why a partition does not go on; None: it does."""
+    execute(connection, _STOP, _mine(held) | {"why": why})
+
+
+def release(connection: Connection, held: Held) -> None:
+    """Give a partition back. Of another's, nothing changes."""
+    execute(connection, _RELEASE, _mine(held))
+
+
+def join(connection: Connection, service: str, consumer: str, member: str, *, lease: float) -> list[str]:
+    """Be, or go on being, one of those among whom partitions are divided; returns all of them, in one order."""
+    fields = {"service": service, "consumer": consumer, "member": member, "lease": lease}
+    execute(connection, _JOIN, fields)
+    found = {row.member for row in execute(connection, _MEMBERS, fields).fetchall()}
+    return sorted({*found, member})  # also if this process was frozen between the two, and is not there any more
+
+
+def leave(connection: Connection, service: str, consumer: str, members: Sequence[str]) -> None:
+    """Take these away from those among whom partitions are divided, and those whose leases are over."""
+    execute(connection, _LEAVE, {"service": service, "consumer": consumer, "members": list(members)})
+
+
+def owners(connection: Connection, service: str, consumer: str) -> Sequence[Row[Any]]:
+    """Topic, partition, fence and owner of each of a consumer's partitions, and whether the owner's lease `is_over`."""
+    rows: Sequence[Row[Any]] = execute(connection, _OWNERS, {"service": service, "consumer": consumer}).fetchall()
+    return rows
+
+
+def status(connection: Connection, service: str, consumer: str | None = None) -> Sequence[Row[Any]]:
+    """Where the consumers of `service` are: a row for each partition. `lag` in messages, `lease_left` in seconds."""
+    fields = {"service": service, "consumer": consumer}
+    return connection.exec_driver_sql(_STATUS, fields).all()
+
+
+def lock(connection: Connection, place: Place) -> Row[Any] | None:
+    """Where a partition is and who owns it, locked; None: it is not known."""
+    return connection.exec_driver_sql(_LOCK, place.fields()).one_or_none()
+
+
+def seek(connection: Connection, place: Place, to: int) -> int:
+    """Move a position to where a person wants it, and the fence with it. Returns the new fence."""
+    fence: int = connection.exec_driver_sql(_SEEK, place.fields() | {"to": to}).scalar_one()
+    return fence
+
+
+def reopened(connection: Connection, service: str, task: str, queue: str, *, limit: int) -> Sequence[Row[Any]]:
+    """Tenant, key and kept message of operations that a person has opened again, the oldest first."""
+    fields = {"service": service, "task": task, "queue": queue, "limit": limit}
+    rows: Sequence[Row[Any]] = execute(connection, _REOPENED, fields).fetchall()
+    return rows
+
+
+def has_open_letter(connection: Connection, digest: str) -> bool | None:
+    """Whether the dead letter of the message with this digest waits for a person; None: it has none."""
+    found: bool | None = execute(connection, _LETTER, {"digest": digest}).fetchone().is_open
+    return found
+
+
+def standby_lag(connection: Connection) -> Any:
+    """How many `standbys` there are, by how many seconds the slowest is behind (`lag`; None: none is), and whether that `is_hidden`."""
+    return execute(connection, _STANDBY_LAG).fetchone()
+
+
+def _mine(held: Held) -> dict[str, Any]:
+    return held.place.fields() | {"fence": held.fence, "position": held.position}

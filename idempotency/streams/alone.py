@@ -1,0 +1,68 @@
+"""One message in a transaction of its own, claimed before as any operation: for effects, steps, errors and retries.
+
+The position moves in the commit that completes it. If that finds another owner, the attempt is given back and not counted.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sqlalchemy.exc import DataError
+
+from ..attempt.attempt import Attempt
+from ..attempt.endings import Waiting
+from ..attempt.policy import Policy
+from ..attempt.run import Outcome, run
+from ..attempt.runtime import Runtime
+from ..observe.crash_points import crash_point
+from ..store import streams
+from ..store.statements import driver_error
+from .declaring import Stream
+from .handling import Handling
+from .partition import Partition
+from .preparing import Prepared
+from .together import DIVISION_BY_ZERO, PartitionLost
+
+
+class _NotOwner(Waiting):
+    """The attempt has been given back: its position is another's. Past the body's own `except Exception`."""
+
+
+def handle_alone(
+    runtime: Runtime, stream: Stream, policy: Policy, prepared: Prepared, partition: Partition | None
+) -> Outcome:
+    """Claim, run and commit one message, with the position of its partition; without a partition, of one that a person replays.
+
+    Raises `PartitionLost`, SQLAlchemy's errors, and what `run` raises.
+    """
+    is_lost = False
+
+    def body(attempt: Attempt) -> Any:
+        nonlocal is_lost
+        result = stream.handler(Handling(attempt, prepared.message), prepared.event)
+        crash_point("stream.run")
+        if partition is not None and not _advanced(attempt, partition, prepared.message.offset + 1):
+            is_lost = True
+            attempt.release(delay=0.0, error=None, give_back=True)
+            raise _NotOwner
+        return result
+
+    outcome = run(runtime, prepared.delivery, policy, body)
+    if is_lost:
+        raise PartitionLost(f"{prepared.message.topic}/{prepared.message.partition}: the position is another's")
+    crash_point("stream.committed")
+    return outcome
+
+
+def _advanced(attempt: Attempt, partition: Partition, to: int) -> bool:
+    """Move the position on in the attempt's transaction; False: it is another's, and the transaction can only be rolled back."""
+    attempt.session.flush()
+    lease = attempt.runtime.settings.lease
+    try:
+        attempt.writes.as_our_own(lambda c: streams.advance(c, partition.held, to, lease=lease))
+    except DataError as error:
+        if getattr(driver_error(error), "sqlstate", None) != DIVISION_BY_ZERO:
+            raise
+        return False
+    crash_point("stream.advanced")
+    return True

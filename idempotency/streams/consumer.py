@@ -1,0 +1,295 @@
+"""The loop of one stream in one process: what comes is handled in the order of its partition, and the position follows."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from itertools import islice
+
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
+
+from ..attempt.endings import Ended, Finished, Release
+from ..attempt.run import Outcome
+from ..attempt.runtime import Runtime
+from ..errors import BrokerUnavailable, IdempotencyError
+from ..framework import Framework, framework
+from ..observe import metrics
+from ..observe.crash_points import crash_point
+from ..observe.logs import log
+from ..observe.outages import Pauses, reason
+from ..store import dead_letters, streams
+from ..store.answers import Busy, Completed, Failed, Foreign, Mismatch
+from ..store.statements import describe, is_news
+from .alone import handle_alone
+from .declaring import Stream
+from .holdings import Holdings
+from .message import from_kept
+from .partition import Partition
+from .preparing import Prepared, Refused, prepare, share
+from .reader import Reader
+from .refusing import refuse
+from .standby import Standbys
+from .together import Left, PartitionLost, handle_together
+
+# Seconds that the loop waits for a first message, if there is nothing else to do.
+PATIENCE = 0.5
+# Seconds between two looks for operations that a person has opened again, and how many are run at a time.
+REOPENED_PAUSE, REOPENED_LIMIT = 3.0, 50
+# Seconds between two looks at a message that holds up its partition: whether a person has decided.
+STOPPED_PAUSE = 2.0
+# The longest wait, in seconds, for an attempt that another process has not ended: recovery may end it any time.
+BUSY_PAUSE = 1.0
+
+
+class Consumer:
+    """Handles one stream, until `stop` is set. `make_reader` connects to the broker."""
+
+    def __init__(
+        self, runtime: Runtime, stream: Stream, make_reader: Callable[[Holdings], Reader], stop: threading.Event
+    ) -> None:
+        self.stream = stream
+        self._runtime = runtime
+        self._policy = stream.policy(runtime.settings)
+        self._make_reader = make_reader
+        self._stop = stop
+        self._holdings = Holdings(runtime, stream)
+        self._reader: Reader | None = None
+        self._standbys = Standbys(runtime)
+        self._reopened_at = 0.0
+        # Whose operations a person may have opened again, where this role sees those of one tenant at a time.
+        self._tenants = {runtime.settings.tenant}
+
+    def run(self, progressed: Callable[[], object] = lambda: None) -> None:
+        """Handle messages until `stop` is set; then end the transaction that is open, and give all partitions back."""
+        self._holdings.start()
+        pauses = Pauses()
+        try:
+            while not self._stop.is_set():
+                progressed()
+                self._holdings.turned_at = time.monotonic()
+                try:
+                    self._turn()
+                    pauses.end()
+                except BrokerUnavailable as error:
+                    log.warning("stream_broker_unavailable", stream=self.stream.name, error=str(error))
+                    self._disconnect()
+                    self._stop.wait(pauses.next())
+                except (DBAPIError, PoolTimeout) as error:
+                    if is_news(error):
+                        log.warning("postgres_unavailable", stream=self.stream.name, error=reason(error))
+                    self._idle(pauses.next())
+        finally:
+            self._disconnect()
+            self._holdings.end()
+
+    def _disconnect(self) -> None:
+        reader, self._reader = self._reader, None
+        if reader is not None:
+            reader.close()
+        for partition in self._holdings.all():
+            self._holdings.give_up((partition.place.topic, partition.place.partition))
+
+    def _idle(self, seconds: float) -> None:
+        """Handle nothing for a while, and stay the broker's consumer meanwhile."""
+        until = time.monotonic() + seconds
+        while not self._stop.is_set() and (left := until - time.monotonic()) > 0:
+            if self._reader is None:
+                self._stop.wait(left)
+                return
+            try:
+                self._reader.poll(min(left, PATIENCE))
+            except (DBAPIError, PoolTimeout):
+                self._stop.wait(min(left, PATIENCE))
+
+    def _turn(self) -> None:
+        if self._reader is None:
+            self._reader = self._make_reader(self._holdings)
+        if (why := self._standbys.behind()) is not None:
+            log.warning("stream_waits_for_standby", stream=self.stream.name, why=why)
+            self._idle(PATIENCE)
+            return
+        ready = [each for each in self._holdings.all() if each.is_ready]
+        self._reader.poll(0.0 if ready else min([PATIENCE, *self._waits()]))
+        for partition in self._holdings.all():
+            if partition.is_ready and not self._stop.is_set():
+                self._work(partition)
+            if partition.is_lost:
+                self._reader.lost(partition)
+        if time.monotonic() >= self._reopened_at:
+            self._reopened_at = time.monotonic() + REOPENED_PAUSE
+            self._run_reopened()
+
+    def _waits(self) -> list[float]:
+        """In how many seconds those go on that wait for something."""
+        now = time.monotonic()
+        return [max(each.waits_until - now, 0.0) for each in self._holdings.all() if each.at_hand]
+
+    # ------------------------------------------------------------ a partition's turn
+
+    def _work(self, partition: Partition) -> None:
+        before = partition.held.position
+        try:
+            if partition.is_in_doubt and not self._holdings.ask_again(partition):
+                return
+            if partition.at_hand:
+                self._handle(partition)
+        except PartitionLost:
+            self._holdings.lose(partition)
+        except (DBAPIError, PoolTimeout):
+            partition.is_in_doubt = True
+            raise
+        if partition.held.position != before and not partition.is_lost:
+            assert self._reader is not None
+            self._reader.moved(partition)
+
+    def _handle(self, partition: Partition) -> None:
+        crash_point("stream.fetched")
+        first = partition.at_hand[0]
+        if first.offset in partition.alone or type(framework()) is not Framework:
+            self._one(partition, prepare(self.stream, first, self._runtime.settings))
+            return
+        messages = list(islice(partition.at_hand, self.stream.batch))
+        prepared = [prepare(self.stream, each, self._runtime.settings) for each in messages]
+        shared = share(prepared, partition.alone)
+        if shared:
+            self._together(partition, shared)
+        else:
+            self._one(partition, prepared[0])
+
+    def _together(self, partition: Partition, prepared: list[Prepared]) -> None:
+        self._tenants.add(prepared[0].delivery.id.tenant)
+        first, last = prepared[0].message.offset, prepared[-1].message.offset
+        try:
+            done = handle_together(self._runtime, self.stream, self._policy, partition, prepared)
+        except Left as left:
+            begins = prepared[left.place].message.offset
+            partition.alone = range(begins, (last if left.by_nature else begins) + 1)
+            return
+        except DBAPIError as error:
+            # refused at COMMIT, or a lock that others hold: each message shows by itself whether it was its own
+            if not error.connection_invalidated:
+                log.info("stream_batch_not_committed", stream=self.stream.name, error=describe(error))
+                partition.alone = range(first, last + 1)
+            partition.is_in_doubt = True
+            if error.connection_invalidated:
+                raise
+            return
+        partition.moved(done.position)
+        metrics.completed.labels(self.stream.task).inc(done.many - done.duplicates)
+        self._count("handled", done.many - done.duplicates)
+        self._count("duplicate", done.duplicates)
+
+    def _one(self, partition: Partition, prepared: Prepared | Refused) -> None:
+        if isinstance(prepared, Refused):
+            self._refuse(partition, prepared, goes_on=self.stream.on_failure == "continue")
+            return
+        self._tenants.add(prepared.delivery.id.tenant)
+        try:
+            outcome = handle_alone(self._runtime, self.stream, self._policy, prepared, partition)
+        except (PartitionLost, DBAPIError, PoolTimeout):
+            raise
+        except IdempotencyError as error:  # in doubt for long, or stored by newer code
+            log.warning("stream_message_waits", stream=self.stream.name, error=str(error))
+            partition.is_in_doubt = True
+            partition.wait(BUSY_PAUSE)
+            return
+        self._answer(partition, prepared, outcome)
+
+    def _answer(self, partition: Partition, prepared: Prepared, outcome: Outcome) -> None:
+        """What becomes of the position after one message."""
+        to = prepared.message.offset + 1
+        match outcome:
+            case Finished():
+                partition.moved(to)
+                self._count("handled")
+            case Completed():
+                self._pass(partition, to, "duplicate")
+            case Release(delay=delay):
+                partition.wait(delay)
+            case Busy(due_in=due_in):
+                longest = min(BUSY_PAUSE, self._runtime.settings.lease / 10)
+                partition.wait(longest if due_in is None else min(due_in, BUSY_PAUSE))
+            case Mismatch(generation=generation):
+                refused = Refused(prepared.message, "fingerprint_mismatch", "")
+                self._refuse(partition, refused, goes_on=True, prepared=prepared, generation=generation)
+            case Foreign(generation=generation, service=service):
+                refused = Refused(prepared.message, "service_mismatch", service)
+                self._refuse(partition, refused, goes_on=True, prepared=prepared, generation=generation)
+            case Ended() | Failed():
+                self._failed(partition, prepared, to)
+            case _:
+                raise AssertionError(f"no outcome of a stream: {outcome!r}")
+
+    def _failed(self, partition: Partition, prepared: Prepared, to: int) -> None:
+        """An operation has failed for good, and its letter is stored."""
+        id = prepared.delivery.id
+        if self.stream.on_failure == "stop":
+            with self._runtime.autocommit(id.tenant) as connection:
+                letter = dead_letters.open_letter(connection, id)
+            if letter is not None:
+                self._holdings.stop(partition, f"offset {to - 1} has failed: replay or discard dead letter {letter}")
+                partition.wait(STOPPED_PAUSE)
+                return
+        self._pass(partition, to, "failed")
+
+    def _pass(self, partition: Partition, to: int, counted_as: str) -> None:
+        """Move the position beyond what has ended before."""
+        with self._runtime.autocommit() as connection:
+            is_mine = streams.pass_over(connection, partition.held, to, lease=self._runtime.settings.lease)
+        if not is_mine:
+            raise PartitionLost(f"{partition.place}: the position is another's")
+        partition.moved(to)
+        self._count(counted_as)
+
+    def _refuse(
+        self,
+        partition: Partition,
+        refused: Refused,
+        *,
+        goes_on: bool,
+        prepared: Prepared | None = None,
+        generation: int | None = None,
+    ) -> None:
+        passes = refuse(
+            self._runtime,
+            self.stream,
+            partition,
+            refused,
+            goes_on=goes_on,
+            delivery=None if prepared is None else prepared.delivery,
+            generation=generation,
+        )
+        if passes:
+            partition.moved(refused.message.offset + 1)
+            self._count("refused")
+        else:
+            why = f"offset {refused.message.offset} is refused as {refused.reason}: discard its dead letter"
+            self._holdings.stop(partition, why)
+            partition.wait(STOPPED_PAUSE)
+
+    # ------------------------------------------------------------ what people have opened again
+
+    def _run_reopened(self) -> None:
+        """Run operations whose dead letters were replayed, from what the letters have kept, beside their partitions' order."""
+        stream, settings = self.stream, self._runtime.settings
+        with self._runtime.autocommit(*self._tenants) as connection:
+            rows = streams.reopened(connection, settings.service, stream.task, stream.task, limit=REOPENED_LIMIT)
+        for row in rows:
+            if self._stop.is_set():
+                return
+            try:
+                prepared = prepare(stream, from_kept(row.headers or ""), settings)
+            except ValueError as error:
+                log.error("stream_letter_unreadable", stream=stream.name, key=row.key, error=describe(error))
+                continue
+            # by other code than the message's: its key may be read otherwise now, and it would be another operation
+            if isinstance(prepared, Prepared) and prepared.delivery.id.key == row.key:
+                handle_alone(self._runtime, stream, self._policy, prepared, None)
+            else:
+                log.error("stream_letter_unreadable", stream=stream.name, key=row.key)
+
+    def _count(self, counted_as: str, many: int = 1) -> None:
+        if many:
+            metrics.stream_messages.labels(self.stream.name, counted_as).inc(many)

@@ -1,0 +1,318 @@
+"""Reading topics of Kafka, through librdkafka: the group divides the partitions, and positions are read from Postgres.
+
+What the broker keeps as the group's offsets is a copy, for tools that show how far behind a group is. It is never read.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
+
+from ..errors import BrokerUnavailable, SettingsError
+from ..extras import extra
+from ..framework import framework
+from ..hosts import Allowed, is_loopback
+from ..observe.crash_points import crash_point
+from ..observe.logs import log
+from ..settings import Settings
+from ..store.statements import is_news
+from .holdings import At, Holdings
+from .message import StreamMessage
+from .partition import Partition
+from .reader import AHEAD
+from .sources import KafkaTopics
+
+# Seconds for one question to the broker.
+ANSWER = 10.0
+# Seconds between two tries to take a partition that the group has given to this process.
+TAKE_AGAIN = 1.0
+# Seconds between two copies of the positions to the broker.
+COPY = 1.0
+# Seconds that a body may take longer than a lease is renewed, before the group counts its process as gone.
+POLL_MARGIN = 60.0
+# librdkafka's name for "begin where the group's offset says", which is never used; so a fetch without a position is an error.
+_SAFE = {
+    "enable.auto.commit": "false",
+    "enable.auto.offset.store": "false",
+    "auto.offset.reset": "error",
+    "isolation.level": "read_committed",
+    "partition.assignment.strategy": "cooperative-sticky",
+    "enable.partition.eof": "false",
+}
+
+
+def configuration(source: KafkaTopics, settings: Settings, *, name: str, instance: str | None) -> dict[str, Any]:
+    """What librdkafka is given. Raises `SettingsError` for an address that is missing or in plain text, and for what is fixed."""
+    given = {key: value.get_secret_value() for key, value in settings.kafka_options.items()} | dict(source.options)
+    if settings.kafka_servers is not None:
+        given.setdefault("bootstrap.servers", settings.kafka_servers.get_secret_value())
+    if not given.get("bootstrap.servers"):
+        raise SettingsError("idempotency_kafka_servers: not set, and a stream of this application is of Kafka")
+    if fixed := sorted(option for option in given if option in _SAFE or option in ("group.id", "group.instance.id")):
+        raise SettingsError(f"idempotency_kafka_options: {fixed[0]} is not yours to choose")
+    _check_encrypted(given, settings)
+    group = source.group or f"{settings.service}.{name}"
+    longest = int((settings.longest_run + POLL_MARGIN) * 1000)
+    fixed_options = {"group.id": group, "max.poll.interval.ms": longest}
+    if instance is not None:
+        fixed_options["group.instance.id"] = f"{instance}.{name}"
+    session = int(given.get("session.timeout.ms", 45_000))
+    return {"client.id": group} | given | {"session.timeout.ms": session} | _SAFE | fixed_options
+
+
+def _check_encrypted(given: dict[str, Any], settings: Settings) -> None:
+    """Raise `SettingsError` for servers on other machines that are reached in plain text, or without looking who they are."""
+    allowed = Allowed.of(settings.plain_text_hosts)
+    hosts = [
+        each.strip().rpartition("://")[2].rpartition(":")[0].strip("[]")
+        for each in given["bootstrap.servers"].split(",")
+    ]
+    others = [host for host in hosts if not is_loopback(host) and not allowed.has_host(host)]
+    is_verified = (
+        str(given.get("security.protocol", "")).lower() in ("ssl", "sasl_ssl")
+        and str(given.get("enable.ssl.certificate.verification", "true")).lower() == "true"
+        and str(given.get("ssl.endpoint.identification.algorithm", "https")).lower() == "https"
+    )
+    if others and not is_verified:
+        raise SettingsError(
+            "idempotency_kafka_options: security.protocol must be SSL or SASL_SSL, with certificates and names verified, or name "
+            "the host in idempotency_plain_text_hosts"
+        )
+
+
+class KafkaReader:
+    """The partitions that a group has given to this process, of one consumer."""
+
+    def __init__(self, source: KafkaTopics, holdings: Holdings, *, instance: str | None) -> None:
+        with extra("kafka"):
+            import confluent_kafka
+        self._kafka: Any = confluent_kafka
+        self._holdings = holdings
+        self._source = source
+        self._batch = holdings.stream.batch
+        # Pausing throws away what librdkafka has fetched: not for a partition whose turn comes soon.
+        self._limit = 2 * AHEAD * self._batch
+        # What the group has given to this process, whether or not the position could be taken.
+        self._assigned: set[At] = set()
+        self._paused: set[At] = set()
+        self._take_at = 0.0
+        self._copy_at = 0.0
+        self._to_copy: dict[At, int] = {}
+        self._failed: Any = None
+        options = configuration(source, holdings.runtime.settings, name=holdings.stream.name, instance=instance)
+        try:
+            self._consumer: Any = confluent_kafka.Consumer(options | {"error_cb": self._noted, "logger": log._logger})
+            self._consumer.subscribe(
+                list(source.topics), on_assign=self._given, on_revoke=self._revoked, on_lost=self._lost
+            )
+        except confluent_kafka.KafkaException as error:
+            raise SettingsError(f"idempotency_kafka_options: {error.args[0]}") from None
+
+    # ------------------------------------------------------------ which partitions
+
+    def _given(self, consumer: Any, partitions: Sequence[Any]) -> None:
+        """The group gives partitions to this process: each begins at its position. Runs inside `poll`."""
+        begun = []
+        for each in partitions:
+            at = each.topic, each.partition
+            self._assigned.add(at)
+            partition = self._taken(at, regardless=True)
+            # without a position nothing may be read: it is paused, and taken later
+            each.offset = self._kafka.OFFSET_END if partition is None else partition.position
+            begun.append(each)
+        consumer.incremental_assign(begun)
+        waiting = [each for each in begun if self._holdings.get((each.topic, each.partition)) is None]
+        if waiting:
+            consumer.pause(waiting)
+            self._paused.update((each.topic, each.partition) for each in waiting)
+
+    def _taken(self, at: At, *, regardless: bool) -> Partition | None:
+        """The partition with its position. None: Postgres does not answer, or it is another's."""
+        try:
+            partition = self._holdings.take(at, regardless=regardless)
+            if partition is None:
+                return None
+            low, high = self._watermarks(at)
+            partition.end = high
+            if partition.held.position is None:
+                begin = low if self._source.start == "earliest" else high
+                if not self._holdings.begin(partition, begin):
+                    raise BrokerUnavailable("another process has begun the partition")
+            return partition
+        except (DBAPIError, PoolTimeout, BrokerUnavailable) as error:
+            if not isinstance(error, DBAPIError) or is_news(error):
+                log.warning("stream_partition_not_taken", stream=self._holdings.stream.name, error=type(error).__name__)
+            self._holdings.forget(at)
+            return None
+
+    def _watermarks(self, at: At) -> tuple[int, int]:
+        try:
+            found = self._consumer.get_watermark_offsets(self._kafka.TopicPartition(*at), timeout=ANSWER)
+        except self._kafka.KafkaException as error:
+            raise BrokerUnavailable(error.args[0].name()) from error
+        if found is None:
+            raise BrokerUnavailable("no answer in time")
+        low, high = found
+        return low, high
+
+    def _revoked(self, consumer: Any, partitions: Sequence[Any]) -> None:
+        """The group takes partitions back. What was handled of them is committed: this runs between two batches."""
+        self._copy(at_once=True)
+        for each in partitions:
+            self._leave((each.topic, each.partition))
+        consumer.incremental_unassign(partitions)
+
+    def _lost(self, consumer: Any, partitions: Sequence[Any]) -> None:
+        """The group has taken partitions away, because it had not heard of this process."""
+        for each in partitions:
+            self._leave((each.topic, each.partition))
+        consumer.incremental_unassign(partitions)
+
+    def _leave(self, at: At) -> None:
+        self._assigned.discard(at)
+        self._paused.discard(at)
+        self._to_copy.pop(at, None)
+        self._holdings.give_up(at)
+
+    def lost(self, partition: Partition) -> None:
+        """Read the partition no longer, until it is free: a person has moved it, or the group is about to say who has it."""
+        at = partition.place.topic, partition.place.partition
+        self._holdings.forget(at)
+        self._to_copy.pop(at, None)
+        if at in self._assigned:
+            self._pause(at)
+            self._take_at = time.monotonic()
+
+    def _take_the_rest(self) -> None:
+        """Take what the group has given and this process does not hold, if it is free, and read it from its position."""
+        if time.monotonic() < self._take_at:
+            return
+        self._take_at = time.monotonic() + TAKE_AGAIN
+        for at in sorted(self._assigned):
+            if self._holdings.get(at) is not None or (partition := self._taken(at, regardless=False)) is None:
+                continue
+            # not by seek(), which librdkafka refuses for what it does not read at the moment, as after an error
+            try:
+                self._consumer.incremental_unassign([self._kafka.TopicPartition(*at)])
+                self._consumer.incremental_assign([self._kafka.TopicPartition(*at, partition.position)])
+            except self._kafka.KafkaException as error:
+                raise BrokerUnavailable(error.args[0].name()) from error
+            self._resume(at)
+
+    # ------------------------------------------------------------ messages
+
+    def poll(self, timeout: float) -> None:
+        """Take and give up partitions, and add the messages that have come. Raises `BrokerUnavailable` and `SettingsError`."""
+        self._take_the_rest()
+        for at in sorted(self._assigned):
+            partition = self._holdings.get(at)
+            if partition is not None and not partition.stopped:
+                (self._pause if len(partition.at_hand) >= self._limit else self._resume)(at)
+        try:
+            first = self._consumer.poll(timeout)
+            rest = [] if first is None else self._consumer.consume(self._batch, 0.0)
+        except self._kafka.KafkaException as error:
+            raise BrokerUnavailable(error.args[0].name()) from error
+        for message in [] if first is None else [first, *rest]:
+            self._received(message)
+        self._copy()
+        if self._failed is not None:
+            raise SettingsError(f"Kafka: {self._failed.str()}")
+
+    def _received(self, message: Any) -> None:
+        at = message.topic(), message.partition()
+        partition = self._holdings.get(at)
+        if (error := message.error()) is not None:
+            self._refused(error, at, partition)
+            return
+        if partition is None or partition.is_lost:
+            return  # from before it was taken
+        key, value, (kind, created) = message.key(), message.value(), message.timestamp()
+        partition.end = max(partition.end or 0, message.offset() + 1)
+        partition.add(
+            [
+                StreamMessage(
+                    *at,
+                    message.offset(),
+                    key,
+                    value,
+                    message.headers() or (),
+                    created / 1000 if kind != self._kafka.TIMESTAMP_NOT_AVAILABLE else None,
+                )
+            ]
+        )
+
+    def _refused(self, error: Any, at: At, partition: Partition | None) -> None:
+        """The broker refuses something about a partition."""
+        if error.code() == self._kafka.KafkaError._AUTO_OFFSET_RESET and partition is not None:
+            if partition.stopped is None:
+                partition.at_hand.clear()
+                self._pause(at)
+                self._holdings.stop(partition, self._overtaken(at, partition))
+            return
+        log.warning("stream_kafka_error", place=f"{at[0]}/{at[1]}", error=error.name())
+
+    def _overtaken(self, at: At, partition: Partition) -> str:
+        try:
+            low, high = self._watermarks(at)
+            there = f"and Kafka has the offsets {low} to {high}"
+            why = (
+                "retention has overtaken it, and messages are gone"
+                if partition.position < low
+                else "the topic was made anew"
+            )
+        except BrokerUnavailable:
+            there, why = "which Kafka does not have", "messages are gone"
+        return f"position {partition.position}, {there}: {why}; `{framework().command} stream seek` says where to go on"
+
+    def _noted(self, error: Any) -> None:
+        """librdkafka says what it goes on trying to put right, and what it cannot."""
+        if error.fatal():
+            self._failed = error
+
+    def _pause(self, at: At) -> None:
+        if at not in self._paused:
+            self._paused.add(at)
+            self._consumer.pause([self._kafka.TopicPartition(*at)])
+
+    def _resume(self, at: At) -> None:
+        if at in self._paused:
+            self._paused.discard(at)
+            self._consumer.resume([self._kafka.TopicPartition(*at)])
+
+    # ------------------------------------------------------------ the broker's copy
+
+    def moved(self, partition: Partition) -> None:
+        """Copy the position to the broker, soon."""
+        self._to_copy[partition.place.topic, partition.place.partition] = partition.position
+        self._copy()
+
+    def _copy(self, *, at_once: bool = False) -> None:
+        if not self._to_copy or not (at_once or time.monotonic() >= self._copy_at):
+            return
+        self._copy_at = time.monotonic() + COPY
+        offsets = [self._kafka.TopicPartition(*at, position) for at, position in self._to_copy.items()]
+        self._to_copy.clear()
+        try:
+            self._consumer.commit(offsets=offsets, asynchronous=True)
+        except self._kafka.KafkaException as error:  # another generation of the group: its own copies follow
+            log.info("stream_offset_not_copied", stream=self._holdings.stream.name, error=error.args[0].name())
+        crash_point("stream.copied")
+
+    def close(self) -> None:
+        """Give all partitions up, and leave the group."""
+        self._copy(at_once=True)
+        for at in sorted(self._assigned):
+            self._holdings.give_up(at)
+        self._assigned.clear()
+        # it waits for the group, which may be forming anew or gone; what counts is given up by now
+        closing = threading.Thread(target=self._consumer.close, name="stream-kafka-close", daemon=True)
+        closing.start()
+        closing.join(ANSWER)
+        if closing.is_alive():
+            log.warning("stream_group_not_left", stream=self._holdings.stream.name)

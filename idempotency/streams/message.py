@@ -1,0 +1,123 @@
+"""A message of a stream, as its broker has it, and as a dead letter keeps it."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..store.streams import Place
+from ..wire import keys
+from ..wire.headers import KEY_HEADER
+from ..wire.limits import BODY_LIMIT, beyond_limits
+
+# Of a value beyond a limit, the bytes that its dead letter keeps.
+VALUE_KEPT = 64 * 1024
+# The member of a letter's headers that has the message.
+KEPT = "stream-message"
+
+
+@dataclass(frozen=True, slots=True)
+class StreamMessage:
+    """One message: its topic, partition and offset, its key and value as bytes, and its headers.
+
+    `headers`: names and values in their order; a name may come again. `timestamp`: seconds since 1970, if the broker says so.
+    """
+
+    topic: str
+    partition: int
+    offset: int
+    key: bytes | None
+    value: bytes | None
+    headers: Sequence[tuple[str, Any]] = ()
+    timestamp: float | None = None
+
+    def header(self, name: str) -> Any:
+        """The last header of this name, bytes as text; None without one."""
+        found = next((value for each, value in reversed(self.headers) if each == name), None)
+        return found.decode("utf-8", "replace") if isinstance(found, bytes) else found
+
+    @property
+    def idempotency_key(self) -> Any:
+        """The header `idempotency-key`."""
+        return self.header(KEY_HEADER)
+
+    @property
+    def fingerprint(self) -> str:
+        """What makes the same key with other bytes another message."""
+        return keys.fingerprint({"sha256": hashlib.sha256(self.value or b"").hexdigest()})
+
+    def beyond(self) -> str | None:
+        """The limit that the message is beyond, and what was got; None: it is within all."""
+        names = [name for name, _ in self.headers]
+        if len(self.key or b"") > BODY_LIMIT:
+            return f"key: at most {BODY_LIMIT} bytes"
+        # a mapping would hide names that come again
+        return beyond_limits(
+            {"names": names, "values": [value for _, value in self.headers]}, self.value, body_limit=BODY_LIMIT
+        )
+
+    def kept(self, *, limit: int | None = None) -> dict[str, Any]:
+        """The message as JSON, with its bytes as they are; `limit`: only so many bytes of the value, and no headers."""
+        value = self.value if limit is None else (self.value or b"")[:limit]
+        fields = {
+            "topic": self.topic,
+            "partition": self.partition,
+            "offset": self.offset,
+            "key": _as_json(None if limit is not None else self.key),
+            "value": _as_json(value),
+            "headers": [] if limit is not None else [[name, _as_json(each)] for name, each in self.headers],
+            "timestamp": self.timestamp,
+        }
+        return {KEPT: fields} if limit is None else {KEPT: fields | {"value_bytes": len(self.value or b"")}}
+
+    def digest(self, place: Place) -> str:
+        """Identifies the message among all, for its dead letter."""
+        named = ["stream", place.service, place.consumer, self.topic, self.partition, self.offset]
+        return hashlib.sha256(json.dumps(named).encode()).hexdigest()
+
+
+def from_kept(headers: str) -> StreamMessage:
+    """The message that a dead letter has kept. Raises `ValueError` if it has kept none."""
+    try:
+        fields: Mapping[str, Any] = json.loads(headers)[KEPT]
+        return StreamMessage(
+            fields["topic"],
+            fields["partition"],
+            fields["offset"],
+            _bytes(fields["key"]),
+            _bytes(fields["value"]),
+            [(name, _from_json(value)) for name, value in fields["headers"]],
+            fields["timestamp"],
+        )
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"no message of a stream: {type(error).__name__}") from None
+
+
+def _as_json(value: Any) -> Any:
+    """Bytes as text where they are UTF-8 without NUL, which Postgres refuses; otherwise as base64."""
+    if isinstance(value, bytes):
+        try:
+            text = value.decode()
+        except UnicodeDecodeError:
+            return {"base64": base64.b64encode(value).decode()}
+        return {"utf-8": text} if "\0" not in text else {"base64": base64.b64encode(value).decode()}
+    return value
+
+
+def _from_json(value: Any) -> Any:
+    if not isinstance(value, dict) or len(value) != 1:
+        return value
+    if "utf-8" in value:
+        return value["utf-8"].encode()
+    return base64.b64decode(value["base64"]) if "base64" in value else value
+
+
+def _bytes(value: Any) -> bytes | None:
+    found = _from_json(value)
+    if found is not None and not isinstance(found, bytes):
+        raise TypeError(type(found).__name__)
+    return found

@@ -1,0 +1,68 @@
+"""One partition in this process: how far it is, what is at hand of it, and what it waits for."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ..store.streams import Held, Place
+from .message import StreamMessage
+
+
+@dataclass(slots=True, eq=False)
+class Partition:
+    """A partition that this process holds."""
+
+    held: Held
+    # What has come and is not handled, in order.
+    at_hand: deque[StreamMessage] = field(default_factory=deque)
+    # Nothing is done before this time, by the monotonic clock; `pause` has what the next wait lasts.
+    waits_until: float = 0.0
+    # Messages of these offsets are handled one by one, each in a transaction of its own.
+    alone: range = range(0)
+    # Whether another process, or a person, has the partition now.
+    is_lost: bool = False
+    # Whether a commit had no answer: where the partition is has to be read again before anything else.
+    is_in_doubt: bool = False
+    # Why it goes no further, as it was stored.
+    stopped: str | None = None
+    # The stream's end: the offset of the next message that will be published, as far as is known.
+    end: int | None = None
+
+    @property
+    def place(self) -> Place:
+        return self.held.place
+
+    @property
+    def position(self) -> int:
+        """The offset of the next message. Only of a partition that has begun."""
+        assert self.held.position is not None
+        return self.held.position
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether there is something to do now."""
+        return bool(self.at_hand or self.is_in_doubt) and not self.is_lost and time.monotonic() >= self.waits_until
+
+    def add(self, messages: Sequence[StreamMessage]) -> None:
+        """Take what has come. What was handled, or is at hand, is left out: a broker may begin earlier."""
+        for each in messages:
+            if each.offset >= self.position and not (self.at_hand and each.offset <= self.at_hand[-1].offset):
+                self.at_hand.append(each)
+
+    def wait(self, seconds: float) -> None:
+        """Do nothing for so long; other partitions go on."""
+        self.waits_until = time.monotonic() + seconds
+
+    def moved(self, to: int) -> None:
+        """The position is here now, committed."""
+        self.held = self.held.at(to)
+        while self.at_hand and self.at_hand[0].offset < to:
+            self.at_hand.popleft()
+        if self.alone.stop <= to:
+            self.alone = range(0)
+        if self.end is not None:
+            self.end = max(self.end, to)
+        self.stopped = None

@@ -1,0 +1,66 @@
+"""What a message is for, before anything is done about it: an operation with its event, or a reason to refuse it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import InvalidKey, MissingKey
+from ..settings import Settings
+from ..store.statements import describe
+from ..wire.delivery import Delivery
+from .declaring import Stream
+from .message import StreamMessage
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A message, its event, and the operation that it is for."""
+
+    message: StreamMessage
+    event: Any
+    delivery: Delivery
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A message that cannot be handled, and why: `reason` is one of the dead letters' reasons."""
+
+    message: StreamMessage
+    reason: str
+    detail: str
+
+
+def prepare(stream: Stream, message: StreamMessage, settings: Settings) -> Prepared | Refused:
+    """What a message is for. Errors of the stream's own functions are reasons to refuse it."""
+    if (beyond := message.beyond()) is not None:
+        return Refused(message, "beyond_limit", beyond)
+    try:
+        event = stream.decode(message.value or b"")
+    except Exception as error:  # the application's function; its text may have the value in it
+        return Refused(message, "undecodable", type(error).__name__)
+    try:
+        return Prepared(message, event, stream.delivery(event, message, settings))
+    except MissingKey as error:
+        return Refused(message, "missing_key", str(error))
+    except InvalidKey as error:
+        return Refused(message, "invalid_key", str(error))
+    except Exception as error:  # of a function for the key or the tenant
+        return Refused(message, "invalid_key", describe(error))
+
+
+def share(prepared: Sequence[Prepared | Refused], alone: range) -> list[Prepared]:
+    """The first of these messages that may share a transaction: of one tenant, and with one fingerprint for each key."""
+    found: list[Prepared] = []
+    fingerprints: dict[str, str] = {}
+    for each in prepared:
+        if isinstance(each, Refused) or each.message.offset in alone:
+            break
+        id = each.delivery.id
+        if found and id.tenant != found[0].delivery.id.tenant:
+            break
+        if fingerprints.setdefault(id.key, each.delivery.fingerprint) != each.delivery.fingerprint:
+            break
+        found.append(each)
+    return found

@@ -1,0 +1,276 @@
+"""Reading a stream of RabbitMQ over AMQP: by offsets from a position, in a queue that keeps what was read.
+
+Offsets rise, and not always by one: the broker has entries of its own between messages, at the beginning of a file at least
+(RabbitMQ 3.10). So a gap alone says nothing. Each subscription begins with the last message that was handled: if the broker still
+has it, it has all that came after it, because the oldest go first. A gap in the middle is looked at again in the same way.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from datetime import datetime
+from functools import partial
+from typing import Any
+
+from amqp.exceptions import NotFound
+from celery import Celery
+from kombu import Connection as BrokerConnection
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
+
+from ..broker.channel import BROKER_ERRORS, verifying
+from ..errors import BrokerUnavailable, SettingsError
+from ..framework import framework
+from ..observe.crash_points import crash_point
+from ..observe.logs import log
+from ..wire.arriving import bound_what_arrives
+from .holdings import At, Holdings
+from .message import StreamMessage
+from .partition import Partition
+from .reader import AHEAD
+from .sharing import leave, shares
+from .sources import RabbitStream
+
+OFFSET_HEADER = "x-stream-offset"
+# What its channel calls the one consumer that it has.
+TAG = "position"
+# Looks at how partitions are divided, in each time of a lease.
+LOOKS = 12
+# Seconds: the longest pause between two looks.
+LONGEST_PAUSE = 5.0
+# Seconds that the broker may take to connect.
+CONNECT_TIMEOUT = 5.0
+# Seconds until the broker is asked why the message before the position does not come, and for which its last ones are waited for.
+ANCHOR_PATIENCE, END_PATIENCE = 3.0, 1.0
+
+
+class Subscription:
+    """One partition that is being read. `anchor`: the message before the first one that is wanted, which the broker should have."""
+
+    def __init__(self, partition: Partition, channel: Any, anchor: int | None) -> None:
+        self.partition = partition
+        self.channel = channel
+        self.anchor = anchor
+        # The offset of the last message that came; None before the first.
+        self.last: int | None = None
+        self.asked_at = time.monotonic()
+        # Of messages that are not handled: what the broker calls their deliveries, by offset.
+        self.tags: dict[int, int] = {}
+
+
+class RabbitReader:
+    """The partitions of a stream of RabbitMQ that this process has, of one consumer."""
+
+    def __init__(self, app: Celery, source: RabbitStream, holdings: Holdings) -> None:
+        bound_what_arrives()
+        self._source = source
+        self._holdings = holdings
+        self._every: list[At] = [(source.name, number) for number in range(source.partitions or 1)]
+        self._prefetch = min(AHEAD * holdings.stream.batch, 65_535)
+        self._subscriptions: dict[At, Subscription] = {}
+        lease = holdings.runtime.settings.lease
+        self._pause = min(lease / LOOKS, LONGEST_PAUSE)
+        self._look_at = 0.0
+        # no heartbeats: a long body would miss them; the connection's own keepalive finds a host that is gone
+        self._broker: BrokerConnection = verifying(
+            app.connection_for_read(heartbeat=0, connect_timeout=CONNECT_TIMEOUT)
+        )
+        if self._broker.transport.driver_type != "amqp":
+            raise SettingsError("broker_url: streams of RabbitMQ are read over AMQP, from a RabbitMQ")
+        try:
+            self._broker.connect()
+        except BROKER_ERRORS as error:
+            self._broker.collect()
+            raise BrokerUnavailable(type(error).__name__) from error
+
+    def poll(self, timeout: float) -> None:
+        """Take and give up partitions, and add the messages that have come. Raises `BrokerUnavailable`."""
+        if time.monotonic() >= self._look_at:
+            self._look_at = time.monotonic() + self._pause
+            self._share()
+        timeout = max(min(timeout, self._look_at - time.monotonic()), 0.0)
+        try:
+            self._drain(timeout)
+            for at, each in list(self._subscriptions.items()):
+                if each.anchor is not None and each.last is None and time.monotonic() - each.asked_at > ANCHOR_PATIENCE:
+                    self._check_end(at, each)
+        except BROKER_ERRORS as error:
+            raise BrokerUnavailable(type(error).__name__) from error
+
+    def _drain(self, timeout: float) -> None:
+        with suppress(TimeoutError):  # nothing has come
+            self._broker.drain_events(timeout=max(timeout, 0.001))
+            for _ in range(self._prefetch):
+                self._broker.drain_events(timeout=0.001)
+
+    # ------------------------------------------------------------ which partitions
+
+    def _share(self) -> None:
+        found = shares(self._holdings, self._every)
+        for at in found.give_up:
+            self._unsubscribe(at)
+            self._holdings.give_up(at)
+        for at in found.take:
+            partition = self._holdings.take(at, regardless=False, dead=found.dead)
+            if partition is not None:
+                self._subscribe(at, partition)
+
+    def lost(self, partition: Partition) -> None:
+        """Read the partition no longer; the next look shows whether it is free."""
+        at = partition.place.topic, partition.place.partition
+        self._unsubscribe(at)
+        self._holdings.forget(at)
+        self._look_at = 0.0
+
+    # ------------------------------------------------------------ messages
+
+    def _subscribe(self, at: At, partition: Partition, *, after: int | None = None) -> None:
+        """Read from the message before the position, or from `after`, the last one that came before a gap."""
+        queue, known = self._source.queue(at[1]), partition.held.position
+        anchor = after if after is not None or not known else known - 1
+        begin: Any = {"earliest": "first", "latest": "last"}[self._source.start] if known is None else anchor or 0
+        try:
+            channel = self._broker.channel()
+            channel.auto_decode = False  # the value is bytes, whatever its headers say
+            channel.basic_qos(0, self._prefetch, False)
+            subscription = self._subscriptions[at] = Subscription(partition, channel, anchor)
+            received = partial(self._received_by, at, subscription)
+            channel.basic_consume(queue, TAG, callback=received, arguments={OFFSET_HEADER: begin})
+        except NotFound:
+            self._subscriptions.pop(at, None)
+            self._holdings.stop(partition, f"RabbitMQ has no stream {queue!r}")
+            self._holdings.give_up(at)
+        except BROKER_ERRORS as error:
+            raise BrokerUnavailable(type(error).__name__) from error
+
+    def _unsubscribe(self, at: At) -> None:
+        subscription = self._subscriptions.pop(at, None)
+        if subscription is not None:
+            try:
+                # what is on its way comes before the answer, and is left out
+                subscription.channel.basic_cancel(TAG)
+                subscription.channel.close()
+            except BROKER_ERRORS as error:
+                raise BrokerUnavailable(type(error).__name__) from error
+
+    def _received_by(self, at: At, subscription: Subscription, message: Any) -> None:
+        try:
+            self._received(at, subscription, message)
+        except (DBAPIError, PoolTimeout):
+            # this message is gone from the connection: the partition is read again, from where it is
+            self._unsubscribe(at)
+            self._holdings.forget(at)
+            raise
+
+    def _received(self, at: At, subscription: Subscription, message: Any) -> None:
+        partition = subscription.partition
+        if self._subscriptions.get(at) is not subscription or partition.is_lost:
+            return  # on its way when the channel was closed
+        headers: Mapping[str, Any] = message.headers or {}
+        offset = headers.get(OFFSET_HEADER)
+        if not isinstance(offset, int):
+            self._stop(at, partition, f"{self._source.queue(at[1])!r} is not a stream: its messages have no offsets")
+            return
+        if partition.held.position is None and not self._holdings.begin(partition, offset):
+            return
+        if not self._follows(at, subscription, offset):
+            return
+        subscription.last = offset
+        if offset < partition.position:
+            subscription.channel.basic_ack(message.delivery_tag)
+            return
+        subscription.tags[offset] = message.delivery_tag
+        partition.end = max(partition.end or 0, offset + 1)
+        own = [(name, value) for name, value in headers.items() if name != OFFSET_HEADER]
+        created = (message.properties or {}).get("timestamp")
+        timestamp = created.timestamp() if isinstance(created, datetime) else None
+        partition.add([StreamMessage(at[0], at[1], offset, None, bytes(message.body or b""), own, timestamp)])
+
+    def _follows(self, at: At, subscription: Subscription, offset: int) -> bool:
+        """Whether nothing is missing before this message. If that is not known, the broker is asked once more."""
+        partition, last, anchor = subscription.partition, subscription.last, subscription.anchor
+        if last is None:
+            expected = (partition.position if anchor is None else anchor + 1, anchor)
+            if offset in expected:
+                return True
+            where = f"position {partition.position}, and the next message that RabbitMQ has is {offset}"
+            is_new = offset < partition.position
+            why = "the stream was made anew" if is_new else "retention has overtaken it, and messages are gone"
+            self._stop(at, partition, f"{where}: {why}; `{framework().command} stream seek` says where to go on")
+            return False
+        if offset == last + 1 or last == anchor:
+            return True
+        log.info("stream_gap", stream=self._holdings.stream.name, place=partition.place, after=last, offset=offset)
+        self._unsubscribe(at)
+        self._subscribe(at, partition, after=last)
+        return False
+
+    def _check_end(self, at: At, subscription: Subscription) -> None:
+        """The message before the position does not come: stop, if the stream ends before it.
+
+        The broker would wait until there is one of that offset, and with it miss those before.
+        """
+        subscription.asked_at = time.monotonic()
+        partition, queue = subscription.partition, self._source.queue(at[1])
+        offsets: list[int] = []
+        with self._broker.channel() as channel:
+            channel.basic_qos(0, self._prefetch, False)
+            received = partial(_note_offset, offsets)
+            channel.basic_consume(queue, TAG, no_ack=False, callback=received, arguments={OFFSET_HEADER: "last"})
+            until = time.monotonic() + END_PATIENCE
+            while time.monotonic() < until and subscription.last is None:
+                with suppress(TimeoutError):
+                    self._broker.drain_events(timeout=END_PATIENCE)
+            channel.basic_cancel(TAG)
+        if subscription.last is not None:
+            return
+        if not offsets:  # a broker that is busy, or a stream in which there is nothing
+            self._unsubscribe(at)
+            self._subscribe(at, partition, after=subscription.anchor)
+        elif (end := max(offsets) + 1) < partition.position:
+            self._stop(
+                at,
+                partition,
+                f"position {partition.position}, and the stream of RabbitMQ ends at {end}: it was made anew; "
+                f"`{framework().command} stream seek` says where to go on",
+            )
+
+    def _stop(self, at: At, partition: Partition, why: str) -> None:
+        self._unsubscribe(at)
+        partition.at_hand.clear()
+        self._holdings.stop(partition, why)
+
+    def moved(self, partition: Partition) -> None:
+        """Let the broker send more, as much as has been handled."""
+        at = partition.place.topic, partition.place.partition
+        subscription = self._subscriptions.get(at)
+        if subscription is None or subscription.partition is not partition:
+            return
+        done = [offset for offset in subscription.tags if offset < partition.position]
+        if not done:
+            return
+        tag = max(subscription.tags.pop(offset) for offset in done)
+        try:
+            subscription.channel.basic_ack(tag, multiple=True)
+        except BROKER_ERRORS as error:
+            raise BrokerUnavailable(type(error).__name__) from error
+        crash_point("stream.copied")
+
+    def close(self) -> None:
+        """Give all partitions up, and drop the connection."""
+        for at in list(self._subscriptions):
+            self._subscriptions.pop(at)
+            self._holdings.give_up(at)
+        try:
+            leave(self._holdings)
+        except (DBAPIError, PoolTimeout) as error:
+            log.warning("stream_member_not_removed", error=type(error).__name__)
+        self._broker.collect()
+
+
+def _note_offset(offsets: list[int], message: Any) -> None:
+    offset = (message.headers or {}).get(OFFSET_HEADER)
+    if isinstance(offset, int):
+        offsets.append(offset)

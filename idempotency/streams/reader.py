@@ -1,0 +1,32 @@
+"""What the two kinds of brokers have in common."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from .partition import Partition
+
+# Of a stream's `batch`, how much of a partition is at hand before no more of it is asked for.
+AHEAD = 2
+
+
+class Reader(Protocol):
+    """The broker's side of one consumer: which partitions it may have, and their messages, added to what is at hand.
+
+    All is called from one thread. Everything raises `BrokerUnavailable` when the broker does not answer.
+    """
+
+    def poll(self, timeout: float) -> None:
+        """Take and give up partitions as the broker or the others want it, and add the messages that have come.
+
+        Waits at most `timeout` seconds for a first one.
+        """
+
+    def moved(self, partition: Partition) -> None:
+        """The position is committed: tell the broker, for whoever looks there."""
+
+    def lost(self, partition: Partition) -> None:
+        """Another process, or a person, has the partition: read it no longer, unless it can be taken again."""
+
+    def close(self) -> None:
+        """Give all partitions up, and disconnect."""

@@ -1,0 +1,150 @@
+"""Many messages of a partition in one transaction: what they write, their records and the position are committed together.
+
+No claim is committed before. A crash rolls all of it back, so the next owner begins at once, where the position is. Only what is
+plain goes this way: new keys, and bodies that write to their session and return. Whatever else comes (an error, an effect, a
+step, a key that something else has) rolls all back, and says which message is to be handled alone.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sqlalchemy import Connection
+from sqlalchemy.exc import DataError
+
+from ..attempt.batch import BatchedAttempt, run_within
+from ..attempt.policy import Policy
+from ..attempt.runtime import Runtime
+from ..errors import IdempotencyError
+from ..observe import metrics
+from ..observe.crash_points import crash_point
+from ..store import batches, streams
+from ..store.answers import Claimed
+from ..store.statements import driver_error
+from .declaring import Stream
+from .handling import Handling
+from .partition import Partition
+from .preparing import Prepared
+
+# SQLSTATE of an advance that has matched nothing.
+DIVISION_BY_ZERO = "22012"
+# Of a lease, the part in which bodies that share a transaction are begun: then it is committed.
+SHARE_OF_LEASE = 1 / 3
+
+
+class PartitionLost(IdempotencyError):
+    """The position is not where this process has read it: another one, or a person, has the partition."""
+
+
+class Left(Exception):
+    """A message that cannot stay in the transaction: its place, and whether its body needs one of its own by what it does."""
+
+    def __init__(self, place: int, *, by_nature: bool) -> None:
+        super().__init__(place)
+        self.place = place
+        self.by_nature = by_nature
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """What was committed: how many messages, how many of them were duplicates, and where the position is."""
+
+    many: int
+    duplicates: int
+    position: int
+
+
+class UnclaimedAttempt(BatchedAttempt):
+    """An attempt whose operation has no record before the commit: no lease has to be renewed, and none can be lost."""
+
+    def __init__(self, runtime: Runtime, prepared: Prepared, policy: Policy) -> None:
+        delivery = prepared.delivery
+        claim = Claimed(delivery.id, 0, "", 1, 1, 0.0, {}, fingerprint=delivery.fingerprint, has_hint=False)
+        super().__init__(runtime, claim, delivery, policy)
+        runtime.heartbeat.drop(self._holding)
+
+    def check_lease(self) -> None:
+        """Nothing: the position's owner is asked at the commit."""
+
+
+def handle_together(
+    runtime: Runtime, stream: Stream, policy: Policy, partition: Partition, prepared: Sequence[Prepared]
+) -> Committed:
+    """Handle these messages, which may share a transaction, or the first of them if they take long.
+
+    Raises `Left` and `PartitionLost`, after which nothing is committed; and SQLAlchemy's errors, after which all may be.
+    """
+    settings, tenant = runtime.settings, prepared[0].delivery.id.tenant
+    until = time.monotonic() + settings.lease * SHARE_OF_LEASE
+    try:
+        with runtime.transaction(tenant) as connection:
+            known = batches.known(connection, [each.delivery for each in prepared], service=settings.service)
+            done: dict[str, tuple[Prepared, str]] = {}
+            many = 0
+            with metrics.phase(stream.task, "body"):
+                for place, each in enumerate(prepared):
+                    key = each.delivery.id.key
+                    if known.get(key) is False:
+                        raise Left(place, by_nature=False)
+                    if key not in known and key not in done:
+                        done[key] = each, _run(runtime, stream, policy, connection, place, each)
+                    many = place + 1
+                    if time.monotonic() > until:
+                        break
+            crash_point("stream.run")
+            with metrics.phase(stream.task, "commit"):
+                _record(runtime, policy, connection, done, prepared)
+                crash_point("stream.recorded")
+                position = prepared[many - 1].message.offset + 1
+                streams.advance(connection, partition.held, position, lease=settings.lease)
+            crash_point("stream.advanced")
+    except DataError as error:
+        if getattr(driver_error(error), "sqlstate", None) != DIVISION_BY_ZERO:
+            raise
+        raise PartitionLost(f"{partition.place}: the position is another's") from None
+    crash_point("stream.committed")
+    return Committed(many, many - len(done), position)
+
+
+def _run(
+    runtime: Runtime, stream: Stream, policy: Policy, connection: Connection, place: int, prepared: Prepared
+) -> str:
+    """Run the body of one message; returns its result as text. Raises `Left`."""
+    attempt = UnclaimedAttempt(runtime, prepared, policy)
+    try:
+        _, stored = run_within(
+            runtime,
+            connection,
+            attempt,
+            lambda attempt: stream.handler(Handling(attempt, prepared.message), prepared.event),
+        )
+    except Exception as error:
+        # an error of the connection's is no fault of the message, but which one it was shows when each has its own
+        raise Left(place, by_nature=attempt.stopped) from error
+    return stored
+
+
+def _record(
+    runtime: Runtime,
+    policy: Policy,
+    connection: Connection,
+    done: dict[str, tuple[Prepared, str]],
+    prepared: Sequence[Prepared],
+) -> None:
+    """Write the records of these operations. Raises `Left` with the first that something else has begun meanwhile."""
+    if not done:
+        return
+    settings = runtime.settings
+    recorded = batches.complete_new(
+        connection,
+        [each.delivery for each, _ in done.values()],
+        [stored for _, stored in done.values()],
+        service=settings.service,
+        holder=runtime.holder,
+        retention=policy.retention_completed,
+        lease=settings.lease,
+    )
+    if missing := done.keys() - recorded:
+        raise Left(min(prepared.index(done[key][0]) for key in missing), by_nature=False)

@@ -1,0 +1,148 @@
+"""What cannot be handled becomes a dead letter, and the stream goes on or stops, as its handler has chosen."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from idempotency.errors import ReplayRefused
+from idempotency.operate.change import Change
+from idempotency.operate.discard import approve, request
+from idempotency.operate.people import Person
+from idempotency.operate.replay import replay
+from idempotency.streams.message import from_kept
+from idempotency.wire.limits import HEADERS_COUNT
+from tests.support import bank
+from tests.support.processes import eventually
+from tests.support.streaming import Streaming, configure
+
+CHANGE = Change("ann", "tested", is_verified=True)
+
+
+def newest(streaming: Streaming) -> int:
+    number: int = streaming.query("SELECT max(id) AS id FROM idempotency.dead_letters")[0].id
+    return number
+
+
+def discard(streaming: Streaming, letter: int) -> None:
+    configure(streaming.environment)
+    with streaming.runtime.engine.begin() as connection:
+        request(connection, Person("ann", "operator"), letter, "not needed")
+    with streaming.runtime.engine.begin() as connection:
+        approve(connection, Person("bob", "admin"), letter, app=bank.app)
+
+
+def test_what_is_no_operation_is_kept_whole_and_the_stream_goes_on(streaming: Streaming) -> None:
+    publish = streaming.broker.publish
+    publish({"account": "a0"})
+    publish({"amount": 1})
+    publish(b"\xff\x00 no JSON", trace="t1")
+    publish(b"[" * 10_000)
+    publish({"account": "x" * 300})
+    publish({"account": "a0", "other": "value"})
+    publish({"account": "bad", "how": "permanent"})
+    publish({"account": "a1"})
+    streaming.broker.flush()
+    streaming.start(max_attempts=1)
+    streaming.wait_until_handled()
+    assert streaming.entries() == ["a0", "a1"]
+    reasons = ["missing_key", "undecodable", "undecodable", "invalid_key", "fingerprint_mismatch", "no_account"]
+    assert streaming.letters() == [(reason, "open") for reason in reasons]
+    kept = streaming.query("SELECT headers FROM idempotency.dead_letters WHERE reason = 'undecodable' ORDER BY id")[0]
+    message = from_kept(kept.headers)
+    assert message.value == b"\xff\x00 no JSON"
+    assert (message.topic, message.partition, message.offset) == (streaming.broker.topic, 0, 2)
+    assert message.header("trace") == "t1"
+    configure(streaming.environment)
+    for letter in streaming.query("SELECT id FROM idempotency.dead_letters WHERE reason <> 'no_account' ORDER BY id"):
+        with pytest.raises(ReplayRefused):
+            replay(bank.app, letter.id, CHANGE)
+    discard(streaming, newest(streaming) - 5)
+    assert streaming.letters()[0] == ("missing_key", "discarded")
+
+
+def test_a_message_beyond_a_limit_is_not_decoded(rabbit: Streaming) -> None:
+    nested: object = "deep"
+    for _ in range(40):
+        nested = {"n": nested}
+    rabbit.broker.publish({"account": "a0"}, deep=nested)
+    rabbit.broker.publish({"account": "a1"}, **{f"h{number}": number for number in range(HEADERS_COUNT + 1)})
+    rabbit.broker.publish({"account": "a2"})
+    rabbit.start()
+    rabbit.wait_until_handled()
+    assert rabbit.entries() == ["a2"] or rabbit.entries() == ["a0", "a2"]
+    assert ("beyond_limit", "open") in rabbit.letters()
+    headers = rabbit.query("SELECT headers FROM idempotency.dead_letters WHERE reason = 'beyond_limit' ORDER BY id")[
+        -1
+    ].headers
+    assert json.loads(headers)["stream-message"]["value_bytes"] == len(json.dumps({"account": "a1"}))
+
+
+def test_a_key_in_the_header_is_used_where_the_handler_names_none(streaming: Streaming) -> None:
+    streaming.broker.publish({"account": "a0"}, idempotency_key="k1")
+    streaming.broker.publish({"account": "a0"}, idempotency_key="k1")
+    streaming.broker.publish({"account": "a0"}, idempotency_key="k2")
+    streaming.broker.publish({"account": "a0"})
+    streaming.broker.flush()
+    streaming.start(key=None)
+    streaming.wait_until_handled()
+    assert streaming.entries() == ["a0", "a0"]
+    assert streaming.letters() == [("missing_key", "open")]
+
+
+def test_a_stream_that_stops_waits_until_its_letter_is_replayed(rabbit: Streaming) -> None:
+    rabbit.broker.publish({"account": "a0"})
+    rabbit.broker.publish({"account": "a1", "how": "permanent unless told"})
+    rabbit.broker.publish({"account": "a2"})
+    rabbit.start(on_failure="stop")
+    eventually(lambda: "offset 1 has failed: replay or discard" in rabbit.stopped(), what=rabbit.logs())
+    assert rabbit.entries() == ["a0"]
+    (rabbit.directory / "told").touch()
+    configure(rabbit.environment)
+    replay(bank.app, newest(rabbit), CHANGE)
+    rabbit.wait_until_handled()
+    assert rabbit.entries() == ["a0", "a1", "a2"]
+    assert rabbit.stopped() == ""
+
+
+@pytest.mark.parametrize("event", [{"account": "a1", "how": "permanent"}, {"amount": 1}])
+def test_a_stream_that_stops_goes_on_once_its_letter_is_discarded(rabbit: Streaming, event: dict[str, str]) -> None:
+    rabbit.broker.publish(event)
+    rabbit.broker.publish({"account": "a2"})
+    process = rabbit.start(on_failure="stop")
+    eventually(rabbit.stopped, what=rabbit.logs())
+    process.kill()
+    rabbit.start(on_failure="stop")  # another process finds the same
+    eventually(lambda: rabbit.owners()[0] not in (None, process.pid), what=rabbit.logs())
+    discard(rabbit, newest(rabbit))
+    rabbit.wait_until_handled()
+    assert rabbit.entries() == ["a2"]
+    assert [status for _, status in rabbit.letters()] == ["discarded"]
+
+
+def test_a_letter_that_is_replayed_runs_once_beside_the_stream(streaming: Streaming) -> None:
+    streaming.broker.publish({"account": "a0", "how": "permanent unless told"})
+    streaming.broker.publish({"account": "a1"})
+    streaming.broker.flush()
+    streaming.start()
+    streaming.start()
+    streaming.wait_until_handled()
+    assert streaming.entries() == ["a1"]
+    (streaming.directory / "told").touch()
+    configure(streaming.environment)
+    replay(bank.app, newest(streaming), CHANGE)
+    eventually(lambda: "a0" in streaming.entries(), what=streaming.logs())
+    assert streaming.entries() == ["a1", "a0"]
+    (row,) = streaming.query("SELECT status, generation FROM idempotency.records WHERE key = 'a0'")
+    assert (row.status, row.generation) == ("completed", 2)
+
+
+def test_an_error_is_retried_and_the_attempts_are_counted(rabbit: Streaming) -> None:
+    rabbit.broker.publish({"account": "a0", "how": "error"})
+    rabbit.broker.publish({"account": "a1"})
+    rabbit.start(max_attempts=2)
+    rabbit.wait_until_handled()
+    assert rabbit.entries() == ["a0", "a1"]
+    (row,) = rabbit.query("SELECT attempts FROM idempotency.records WHERE key = 'a0'")
+    assert row.attempts == 2

@@ -1,0 +1,125 @@
+"""What a stream does when Postgres or its standby, the broker, or the messages themselves are not there."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from sqlalchemy.engine import make_url
+
+from idempotency.operate.change import Change
+from idempotency.operate.seek import seek_stream
+from tests.streams.conftest import Make
+from tests.support import bank
+from tests.support.processes import eventually
+from tests.support.proxy import Proxy
+from tests.support.streaming import NAME, KafkaBroker, Streaming, configure
+
+CHANGE = Change("ann", "messages are gone")
+
+
+def test_a_position_that_retention_has_overtaken_stops_and_skips_nothing(make_streaming: Make) -> None:
+    """In RabbitMQ, files are deleted once there is a newer one; in Kafka, what is older than a time."""
+    rabbit = make_streaming("rabbitmq", **{"x-stream-max-segment-size-bytes": 2000, "x-max-length-bytes": 4000})
+    kafka = make_streaming("kafka", apart=True)
+    for streaming in (rabbit, kafka):
+        streaming.broker.publish_many(10)
+        process = streaming.start()
+        streaming.wait_until_handled()
+        assert process.end() == 0
+    for first in range(0, 2000, 500):  # a file that has just been begun may be all that is left, and have nothing in it
+        rabbit.broker.publish_many(500, first=first + 100)
+        time.sleep(0.1)
+    kafka.broker.publish_many(50, first=100)
+    assert isinstance(kafka.broker, KafkaBroker)
+    kafka.broker.cluster.delete_before(kafka.broker.topic, 0, 40)
+    for streaming in (rabbit, kafka):
+        streaming.start()
+    rabbit.broker.publish_many(3, first=9000)
+    for streaming in (rabbit, kafka):
+        streaming.wait_until_stopped("position 10")
+        assert "retention has overtaken it" in streaming.stopped()
+        assert len(streaming.entries()) == 10
+    # a person says where to go on
+    configure(kafka.environment)
+    seek_stream(bank.app, NAME, kafka.broker.topic, 0, 40, CHANGE, take=True)
+    kafka.wait_until_handled()
+    assert kafka.entries()[10:] == [f"a{number}" for number in range(130, 150)]
+    assert kafka.stopped() == ""
+
+
+@pytest.mark.long
+def test_what_was_made_anew_is_noticed(rabbit: Streaming) -> None:
+    rabbit.broker.publish_many(10)
+    process = rabbit.start()
+    rabbit.wait_until_handled()
+    assert process.end() == 0
+    rabbit.broker.make_anew()
+    rabbit.broker.publish_many(3, first=50)
+    rabbit.start()
+    rabbit.wait_until_stopped("made anew")
+    assert len(rabbit.entries()) == 10
+
+
+def test_offsets_that_the_broker_uses_itself_are_no_lost_messages(make_streaming: Make) -> None:
+    """At the beginning of each file RabbitMQ has an entry of its own."""
+    rabbit = make_streaming("rabbitmq", **{"x-stream-max-segment-size-bytes": 8_000})
+    accounts = rabbit.broker.publish_many(800)
+    process = rabbit.start()
+    eventually(lambda: len(rabbit.entries()) == 800, what=process.log)
+    assert "stream_gap" in process.log
+    assert rabbit.entries() == accounts
+    assert rabbit.stopped() == ""
+    (position,) = rabbit.positions().values()
+    assert position is not None
+    assert position > 800
+
+
+def test_a_stream_waits_for_postgres_and_stays_in_its_group(streaming: Streaming) -> None:
+    url = make_url(streaming.environment["DATABASE_URL"])
+    assert url.host is not None
+    assert url.port is not None
+    with Proxy(url.host, url.port) as proxy:
+        through = url.set(host="127.0.0.1", port=proxy.port)
+        streaming.environment["DATABASE_URL"] = through.render_as_string(hide_password=False)
+        accounts = streaming.broker.publish_many(5)
+        process = streaming.start()
+        streaming.wait_until_handled()
+        proxy.refuse()
+        proxy.reset()
+        accounts += streaming.broker.publish_many(20, first=10)
+        eventually(lambda: "postgres_unavailable" in process.log, what=process.log)
+        proxy.heal()
+        streaming.wait_until_handled()
+        assert streaming.entries() == accounts
+        assert process.end() == 0
+    assert process.log.count("stream_partition_taken") <= 2  # of RabbitMQ's, the connection and the lease may have gone
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("skip", [0, 1, 2])
+def test_a_commit_whose_answer_is_lost_is_not_made_again(rabbit: Streaming, skip: int) -> None:
+    url = make_url(rabbit.environment["DATABASE_URL"])
+    assert url.host is not None
+    assert url.port is not None
+    with Proxy(url.host, url.port) as proxy:
+        through = url.set(host="127.0.0.1", port=proxy.port)
+        rabbit.environment["DATABASE_URL"] = through.render_as_string(hide_password=False)
+        rabbit.start(batch=4)
+        eventually(lambda: rabbit.owners().get(0), what=rabbit.logs())
+        proxy.cut_reply_to(b"COMMIT", skip=skip)
+        accounts = rabbit.broker.publish_many(20)
+        rabbit.wait_until_handled()
+        assert proxy.cuts == 1
+        assert rabbit.entries() == accounts
+
+
+@pytest.mark.parametrize("point", ["first", "last"])
+def test_it_begins_where_it_is_told_to(make_streaming: Make, point: str) -> None:
+    streaming = make_streaming("kafka")
+    streaming.broker.publish_many(10)
+    process = streaming.start_from("earliest" if point == "first" else "latest")
+    eventually(lambda: streaming.positions().get(0) is not None, what=process.log)
+    late = streaming.broker.publish_many(5, first=50)
+    streaming.wait_until_handled()
+    assert streaming.entries() == [*(f"a{number}" for number in range(10) if point == "first"), *late]

@@ -1,0 +1,47 @@
+"""The example of the page about streams, as it is written there."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import amqp
+from kombu.utils.url import url_to_parts
+from sqlalchemy import text
+
+from idempotency.application import close_runtime, runtime_of
+from idempotency.streams.declaring import declared_streams
+from idempotency.streams.process import run_streams
+from tests.support.documents import python_blocks
+from tests.support.processes import eventually
+from tests.support.streaming import Streaming
+
+
+def test_the_page_handles_what_is_published(rabbit: Streaming, monkeypatch: Any) -> None:
+    for name in ("BROKER_URL", "DATABASE_URL"):
+        monkeypatch.setenv(name, rabbit.environment[name])
+    parts = url_to_parts(rabbit.environment["BROKER_URL"])
+    host = f"{parts.hostname}:{parts.port}"
+    with amqp.Connection(host, parts.username, parts.password, virtual_host=parts.path) as connection:
+        channel = connection.channel()
+        channel.queue_declare("orders", durable=True, auto_delete=False, arguments={"x-queue-type": "stream"})
+        for body in ('{"id": "o1"}', '{"id": "o2"}', '{"id": "o1"}'):
+            channel.basic_publish(amqp.Message(body), routing_key="orders")
+        namespace: dict[str, Any] = {"__name__": "page"}
+        (block,) = python_blocks("docs/streams.md")
+        exec(block, namespace)
+        app, stop = namespace["app"], threading.Event()
+        handled = {"orders": declared_streams()["orders"]}
+        thread = threading.Thread(target=run_streams, args=(app, handled, stop))
+        thread.start()
+        try:
+            eventually(lambda: rabbit.positions().get(0) == 3)
+        finally:
+            stop.set()
+            thread.join(20)
+            channel.queue_delete("orders")
+    assert rabbit.entries() == ["o1", "o2"]
+    with runtime_of(app).engine.connect() as looking:
+        keys = looking.execute(text("SELECT key FROM idempotency.records ORDER BY key")).scalars().all()
+    assert keys == ["o1", "o2"]
+    close_runtime(app)

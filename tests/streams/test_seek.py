@@ -1,0 +1,133 @@
+"""People see where streams are, and move that."""
+
+from __future__ import annotations
+
+import json
+import threading
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from idempotency.cli.root import cli
+from idempotency.errors import ChangeRefused, OperationNotFound
+from idempotency.operate.change import Change
+from idempotency.operate.seek import seek_stream
+from tests.streams.conftest import Make
+from tests.support import bank
+from tests.support.processes import eventually
+from tests.support.streaming import NAME, Streaming, configure
+
+CHANGE = Change("ann", "an error in the handler", request_id="r1")
+
+
+def command(streaming: Streaming, *typed: object) -> Result:
+    configure(streaming.environment)
+    return CliRunner().invoke(cli, ["stream", *map(str, typed), "-A", "tests.support.bank"])
+
+
+def test_a_stream_that_is_sent_back_handles_nothing_twice(streaming: Streaming) -> None:
+    accounts = streaming.broker.publish_many(20)
+    process = streaming.start()
+    streaming.wait_until_handled()
+    configure(streaming.environment)
+    topic = streaming.broker.topic
+    with pytest.raises(ChangeRefused, match="is being handled"):
+        seek_stream(bank.app, NAME, topic, 0, 5, CHANGE)
+    assert seek_stream(bank.app, NAME, topic, 0, 5, CHANGE, take=True) == 20
+    seek_stream(bank.app, NAME, topic, 0, 5, CHANGE, take=True)  # the same request again
+    accounts += streaming.broker.publish_many(5, first=100)
+    streaming.wait_until_handled()
+    assert streaming.entries() == accounts
+    assert process.end() == 0
+    assert "stream_partition_lost" in process.log
+    (row,) = streaming.query("SELECT actor, reason, details FROM idempotency.audit WHERE action = 'seek_stream'")
+    assert (row.actor, row.details["from"], row.details["to"]) == ("ann", 20, 5)
+    assert row.details["taken_from"].split("|")[3] == str(process.pid)
+
+
+def test_the_position_is_never_moved_where_no_one_has_been(rabbit: Streaming) -> None:
+    configure(rabbit.environment)
+    with pytest.raises(OperationNotFound, match="has ever had nowhere/0"):
+        seek_stream(bank.app, NAME, "nowhere", 0, 5, CHANGE)
+
+
+def test_the_commands_show_and_move_positions(make_streaming: Make) -> None:
+    streaming = make_streaming("rabbitmq", partitions=2)
+    streaming.broker.publish_many(10)
+    assert json.loads(command(streaming, "status", "--json").stdout) == []
+    process = streaming.start()
+    streaming.wait_until_handled()
+    (first, _) = json.loads(command(streaming, "status", "--json").stdout)
+    assert (first["consumer"], first["topic"], first["partition"]) == (NAME, streaming.broker.topic, 0)
+    assert (first["position"], first["lease_left"] > 0, first["stopped"]) == (5, True, None)
+    table = command(streaming, "status", "--only", NAME).stdout
+    assert f"{streaming.broker.topic}/1" in table
+    assert str(process.pid) in table
+    moved = (
+        "seek",
+        NAME,
+        "--topic",
+        streaming.broker.topic,
+        "--partition",
+        1,
+        "--to",
+        2,
+        "--reason",
+        "again",
+        "--as",
+        "ann",
+    )
+    refused = command(streaming, *moved)
+    assert refused.exit_code == 1
+    assert "--take" in str(refused.exception)
+    assert process.end() == 0
+    done = command(streaming, *moved)
+    assert done.exit_code == 0
+    assert "goes on from 2, was at 5" in done.stdout
+    assert "handled again" in done.stdout
+    assert streaming.positions() == {0: 5, 1: 2}
+
+
+def test_the_ends_of_streams_are_stored_and_counted(streaming: Streaming) -> None:
+    """A lag that is not nought, of one that waits for its first message."""
+    streaming.environment["LEASE"] = "1"
+    streaming.broker.publish({"account": "a0", "how": "hold"})
+    streaming.broker.publish_many(9, first=1)
+    streaming.plan("held", "hold")
+    process = streaming.start(batch=5)
+    streaming.wait_for("held.held")
+    eventually(
+        lambda: (
+            [
+                row.lag
+                for row in streaming.query("SELECT end_position - position AS lag FROM idempotency.stream_positions")
+            ]
+            == [10]
+        ),
+        what=process.log,
+    )
+    (streaming.directory / "held.go").touch()
+    streaming.wait_until_handled()
+
+
+def test_two_streams_of_one_process_are_independent(make_streaming: Make) -> None:
+    from tests.support.streaming import Handler
+
+    one, two = make_streaming("rabbitmq"), make_streaming("kafka")
+    one.broker.publish({"account": "bad", "how": "permanent"})
+    accounts = two.broker.publish_many(10)
+    process = one.start(
+        Handler(one.broker.source(), "one", options={"on_failure": "stop"}), Handler(two.broker.source(), "two")
+    )
+    eventually(lambda: sorted(two.entries()) == sorted(accounts), what=process.log)
+    eventually(lambda: "offset 0 has failed" in one.stopped(), what=process.log)
+    assert process.end() == 0
+    rows = one.query("SELECT DISTINCT task FROM idempotency.records ORDER BY task")
+    assert [row.task for row in rows] == ["stream.one", "stream.two"]
+
+
+def test_nothing_is_left_behind_by_a_consumer_that_has_stopped_before_its_first_turn(rabbit: Streaming) -> None:
+    stop = threading.Event()
+    stop.set()
+    rabbit.consumer(stop).run()
+    assert rabbit.owners() == {}
