@@ -35,7 +35,6 @@ from ..application import runtime_of
 from ..attempt.attempt import Attempt
 from ..attempt.conclusions import OnFailed
 from ..attempt.endings import Ended, Finished, Release
-from ..attempt.last_look import REVOKED
 from ..attempt.policy import Policy
 from ..attempt.run import Outcome, run
 from ..errors import (
@@ -52,6 +51,7 @@ from ..handle import R_co
 from ..observe import metrics
 from ..observe.logs import log
 from ..providers import ProviderContract
+from ..reasons import REVOKED
 from ..store.answers import Busy, Completed, Failed, Foreign, Mismatch, Stale
 from ..store.statements import describe, leave_out_values
 from ..wire.delivery import Delivery

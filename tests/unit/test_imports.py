@@ -49,6 +49,7 @@ def test_an_import_the_wrong_way_is_noticed_wherever_it_stands() -> None:
 LAYERS = (
     ("text", "environment", "hosts", "tls"),
     ("errors",),
+    ("reasons",),
     ("extras",),
     ("observe",),
     ("wire",),
