@@ -15,6 +15,8 @@ from .errors import EffectUnknown, FingerprintMismatch, PermanentError, ServiceM
 CANCELLED, REVOKED, ABANDONED, CALL_REFUSED = "cancelled", "revoked", "abandoned", "call_refused"
 # Of a saga that was undone for a doubt which is none any more.
 RESOLVED = "resolved"
+# Of a saga whose call has handed over to another task, whose end it does not know.
+REPLACED = "replaced"
 # The operation has ended as it should, and the application's rows do not say so.
 ON_FAILED_ERROR = "on_failed_error"
 # An outbox row that no broker takes, whose operation has not begun.
@@ -102,7 +104,7 @@ FOUND_BY_US = (OF_ERRORS | {*OF_MESSAGES, ABANDONED, CALL_REFUSED}) - {
 # Every reason that the library gives a dead letter, but for those that begin with HTTP_STATUS.
 OF_LETTERS = (
     OF_ERRORS
-    | {CANCELLED, REVOKED, ABANDONED, CALL_REFUSED, RESOLVED, ON_FAILED_ERROR, UNPUBLISHABLE}
+    | {CANCELLED, REVOKED, ABANDONED, CALL_REFUSED, RESOLVED, REPLACED, ON_FAILED_ERROR, UNPUBLISHABLE}
     | {*OF_SAGAS, *OF_MESSAGES}
 )
 # The page about a code of a provider's, or of the application's own.
@@ -116,9 +118,7 @@ def page_of(reason: str, own: Iterable[str] = ()) -> str:
     is named without the `_`.
     """
     kind = reason.partition("/")[0]
-    if kind in own or kind in OF_LETTERS or kind in ALERTS or kind in ALARMS:
-        return kind
-    for beginning in (*own, HTTP_STATUS):
-        if beginning.endswith("_") and kind.startswith(beginning):
-            return beginning.removesuffix("_")
+    for known in (*OF_LETTERS, *ALERTS, *ALARMS, *own, HTTP_STATUS):
+        if kind == known or (known.endswith("_") and kind.startswith(known)):
+            return known.removesuffix("_")
     return DECLINED

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..attempt.conclusions import is_declined
 from ..errors import CallFailed, InvalidKey, Misuse
-from ..reasons import RESULT_UNREADABLE
+from ..reasons import REPLACED, RESULT_UNREADABLE
 from ..store.answers import stored_error
 from ..store.saga_steps import Recorded
 from ..wire import keys
@@ -68,7 +68,7 @@ def run_all(attempt: SagaAttempt, calls: Sequence[Call]) -> list[Any]:
     for row, result in zip(found, ended, strict=True):
         if is_replacement(result):
             raise CallFailed(
-                f"{row.call_task} was replaced, and a saga does not know when what replaces it ends", "replaced"
+                f"{row.call_task} was replaced, and a saga does not know when what replaces it ends", REPLACED
             )
     return ended
 

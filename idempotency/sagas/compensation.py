@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..errors import EffectUnknown, PermanentError, Unfinished
-from ..reasons import CANCELLED, COMPENSATION_FAILED, RESOLVED, RESULT_UNREADABLE
+from ..reasons import CANCELLED, COMPENSATION_FAILED, REPLACED, RESOLVED, RESULT_UNREADABLE
 from ..store import saga_steps, sagas
 from ..store.answers import error_fields, error_text, permanent_error, stored_error
 from ..store.saga_steps import Recorded
@@ -108,7 +108,7 @@ def _undo(attempt: SagaAttempt, tasks: Any, row: Recorded) -> None:
         _begin_undo(attempt, tasks, row)
     if undone.state == "done" and _is_replaced(undone):
         # undone is what replaced it, if that does not fail
-        error = error_text("replaced", "it was replaced, and a saga does not know when what replaces it ends")
+        error = error_text(REPLACED, "it was replaced, and a saga does not know when what replaces it ends")
         attempt.writes.alone(lambda c: saga_steps.was_replaced(c, attempt.claim, attempt.saga, undone.position, error))
         undone.state, undone.error = "failed", error
     if undone.state == "failed":

@@ -194,8 +194,12 @@ def nothing_waits(queue: str) -> dict[tuple[str, ...], float]:
     names = ("accepted", "scheduled", "running", "lease_over", "released", "queue_ready", "queue_consumers")
     return {(f"idempotency_{name}", queue): 0.0 for name in names} | {
         ("idempotency_database_up",): 1,
+        ("idempotency_database_writable",): 1,
         ("idempotency_broker_up",): 1,
         ("idempotency_outbox_unpublished",): 0,
+        ("idempotency_outbox_failed",): 0,
+        ("idempotency_results_not_kept",): 0,
+        ("idempotency_webhooks_disabled",): 0,
         ("idempotency_outbox_oldest_seconds",): 0,
         ("idempotency_unknown_effects_open",): 0,
     }
