@@ -25,7 +25,14 @@ POLICY = Path("/usr/sbin/policy-rc.d")
 POLICY_BACKUP = Path("/usr/sbin/policy-rc.d.set-aside")
 BLOCK_SERVICES = "#!/bin/sh\n# Temporary, during an installation: no service may start.\nexit 101\n"
 # may be enabled
-UNITS = ("rabbitmq-server.service", "redis-server.service", "postgresql.service", "epmd.service", "epmd.socket")
+UNITS = (
+    "rabbitmq-server.service",
+    "redis-server.service",
+    "postgresql.service",
+    "prometheus.service",
+    "epmd.service",
+    "epmd.socket",
+)
 LOCK = Path("/run/lock/idempotency-packages.lock")
 
 
@@ -46,6 +53,12 @@ def postgres_programs() -> Path | None:
     """The directory of Debian's newest `postgres` and `initdb`, or None."""
     found = [path for path in Path("/usr/lib/postgresql").glob("[0-9]*/bin") if (path / "initdb").is_file()]
     return max(found, key=lambda path: int(path.parent.name), default=None)
+
+
+def prometheus_program() -> Path | None:
+    """An installed Prometheus with its promtool, or None."""
+    found = shutil.which("prometheus"), shutil.which("promtool")
+    return Path(found[0]) if found[0] and found[1] else None
 
 
 def can_install() -> bool:
@@ -145,6 +158,9 @@ def missing() -> list[str]:
         wanted.append("postgresql")
     if shutil.which("redis-server") is None:
         wanted.append("redis-server")
+    # for the tests of monitoring/ and for `make drill`
+    if prometheus_program() is None:
+        wanted.append("prometheus")
     return wanted
 
 
