@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
 
+import httpx
 import pytest
 import yaml  # type: ignore[import-untyped]
 from celery import Celery
+from prometheus_client.parser import text_string_to_metric_families
 from sqlalchemy import Connection, make_url, text
 
+from idempotency.observe import metrics
 from services.prometheus import Prometheus
 from tests.integration.test_metrics import endpoint
 from tests.support import operations as op
-from tests.support.monitoring import DIRECTORY, RULES, Counting, alerts, needs_prometheus, prometheus, shortened
+from tests.support.monitoring import BOARD, DIRECTORY, RULES, Counting, alerts, needs_prometheus, prometheus, shortened
 from tests.support.processes import eventually
 from tests.support.proxy import Proxy
 
@@ -72,10 +77,18 @@ class World:
     """What the rules look at: the tables, the counters, and the way to the servers."""
 
     def __init__(
-        self, connection: Connection, counting: Counting, server: Prometheus, database: Proxy, broker: Proxy, queue: str
+        self,
+        connection: Connection,
+        counting: Counting,
+        server: Prometheus,
+        database: Proxy,
+        broker: Proxy,
+        queue: str,
+        url: str,
     ) -> None:
         self.connection, self.counting, self.server = connection, counting, server
         self.database, self.broker, self.queue = database, broker, queue
+        self.url = url
         self.name = connection.exec_driver_sql("SELECT current_database()").scalar_one()
 
     def sql(self, statement: str, **fields: Any) -> None:
@@ -212,7 +225,7 @@ def world(bank: Celery, connection: Connection, environment: dict[str, str], tmp
         labels = {"runbooks": "https://wiki.example/runbooks", "environment": "test"}
         server = stack.enter_context(prometheus(tmp_path / "prometheus", url, external_labels=labels))
         eventually(lambda: set(server.firing()) == {"Watchdog"}, what="all is well", timeout=30)
-        yield World(connection, counting, server, ways[0], ways[1], bank.conf.task_default_queue)
+        yield World(connection, counting, server, ways[0], ways[1], bank.conf.task_default_queue, url)
 
 
 def assert_fires_and_clears(world: World, name: str) -> None:
@@ -238,6 +251,67 @@ def test_an_alarm_fires_in_prometheus_and_clears(world: World) -> None:
 @pytest.mark.parametrize("name", CAUSES)
 def test_each_alarm_fires_in_prometheus_and_clears(world: World, name: str) -> None:
     assert_fires_and_clears(world, name)
+
+
+def exported(url: str) -> dict[str, set[str]]:
+    """What the library exports: the names of series, with their labels."""
+    found: dict[str, set[str]] = {}
+    metrics.prepare()
+    for made in vars(metrics._metrics()).values():
+        histogram = [f"{made._name}_{part}" for part in ("bucket", "sum", "count")]
+        names = histogram if made._type == "histogram" else [f"{made._name}_total"]
+        found |= {name: {*made._labelnames, "le"} for name in names}
+    page = httpx.get(url, timeout=10).raise_for_status().text
+    for family in text_string_to_metric_families(page):
+        if family.type == "gauge":
+            found[family.name] = {label for sample in family.samples for label in sample.labels}
+    return found
+
+
+def queries() -> list[str]:
+    """The queries of the board, as Grafana sends them."""
+    board = json.loads(BOARD.read_text())
+    found = [target["expr"] for panel in board["panels"] for target in panel.get("targets", [])]
+    assert len(found) > 40
+    return [query.replace("$__rate_interval", "1m") for query in found]
+
+
+def test_the_board_and_the_rules_ask_for_what_there_is(world: World) -> None:
+    known = exported(world.url)
+    asked = {*queries(), *(rule["expr"] for rule in ALERTS.values())}
+    used = {name for query in asked for name in re.findall(r"idempotency_\w+", query)}
+    assert used - set(known) == set()
+    # the sums of histograms, and when the next attempt is due
+    assert {name for name in set(known) - used if not name.endswith(("_sum", "_count"))} == {
+        "idempotency_released_next_due_seconds"
+    }
+    for query in asked:
+        names = re.findall(r"idempotency_\w+", query)
+        labels = set(re.findall(r"\w+", " ".join(re.findall(r"by \(([^)]*)\)", query))))
+        labels |= set(re.findall(r"(\w+)!?=~?\"", query)) - {"job"}
+        # labels of gauges without a series now are not known here
+        possible = {label for name in names for label in known[name]}
+        assert labels <= possible or not possible, query
+
+
+def test_prometheus_takes_every_query_of_the_board(world: World) -> None:
+    for query in queries():
+        world.server.query(query)
+    with pytest.raises(HTTPError):
+        world.server.query("sum by (task (rate(idempotency_completed_total[1m]))")
+
+
+def test_every_panel_has_its_place() -> None:
+    board = json.loads(BOARD.read_text())
+    cells = [
+        (x, y)
+        for panel in board["panels"]
+        for x in range(panel["gridPos"]["x"], panel["gridPos"]["x"] + panel["gridPos"]["w"])
+        for y in range(panel["gridPos"]["y"], panel["gridPos"]["y"] + panel["gridPos"]["h"])
+    ]
+    assert len(cells) == len(set(cells))
+    assert max(x for x, _ in cells) == 23
+    assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])
 
 
 def test_every_alert_is_brought_about_by_a_test() -> None:
