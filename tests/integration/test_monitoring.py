@@ -99,7 +99,11 @@ class World:
         self.counting.count(counter, 0, *labels)
         series = {"fenced": "fenced_writes", "waiting": "claims_waiting"}.get(counter, counter)
         name = f"idempotency_{'outbox_' if counter == 'stuck' else ''}{series}_total"
-        eventually(lambda: self.server.query(name), what=f"{name} is seen")
+        wanted = set(labels)
+        eventually(
+            lambda: any(wanted <= {*each["metric"].values()} for each in self.server.query(name)),
+            what=f"{name} is seen",
+        )
         self.counting.count(counter, amount, *labels)
 
 
@@ -330,7 +334,7 @@ def test_rows_without_any_relay_are_an_alarm(world: World) -> None:
 @pytest.mark.plain
 def test_without_figures_one_alarm_says_so(bank: Celery, environment: dict[str, str], tmp_path: Path) -> None:
     with (
-        endpoint(tmp_path / "counters", "-A", "tests.support.bank", **environment) as url,
+        endpoint(tmp_path, "-A", "tests.support.bank", **environment) as url,
         prometheus(tmp_path / "prometheus", url) as server,
     ):
         eventually(lambda: "NoWorker" in server.firing(), what="it is scraped")

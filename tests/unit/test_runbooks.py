@@ -16,12 +16,12 @@ from typer import BadParameter
 from typer.main import get_command
 
 import sandbox.__main__ as sandbox_command
+from drill.runbook import DIRECTORY, PLACEHOLDERS, Line, commands, section
 from idempotency import errors, reasons
 from idempotency.cli.root import cli
 from idempotency.reasons import page_of
 from idempotency.upkeep import alarms
 from tests.support.documents import ROOT
-from tests.support.runbooks import DIRECTORY, PLACEHOLDERS, Line, commands, section
 
 PAGES = {path.stem: path.read_text() for path in sorted(DIRECTORY.glob("*.md")) if path.stem != "README"}
 INDEX = (DIRECTORY / "README.md").read_text()

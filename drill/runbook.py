@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-DIRECTORY = Path(__file__).parents[2] / "docs" / "runbooks"
+DIRECTORY = Path(__file__).parent.parent / "docs" / "runbooks"
 COMMANDS = "Commands"
 # A word in capitals that is to be filled in, and no option, variable or SQL.
 PLACEHOLDERS = (
