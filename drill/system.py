@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.error import URLError
 
 import httpx
 from sqlalchemy import create_engine
@@ -86,6 +87,7 @@ class System:
             "PGPASSWORD": servers.postgres.password,
             "PGDATABASE": "postgres",
         }
+        (self.directory / "counters").mkdir(exist_ok=True)  # `idempotency metrics` reads it, and does not make it
         self._port = free_port()
         self._prometheus: Prometheus | None = None
         if packages.prometheus_program() is not None:
@@ -95,7 +97,7 @@ class System:
                 target=f"127.0.0.1:{self._port}",
                 alertmanagers=[receiver.address],
                 external_labels={"environment": "drill", "runbooks": RUNBOOKS.as_uri()},
-                interval=1000,
+                interval=2000,
             )
         self._application: Celery | None = None
         self._old: list[str] = []
@@ -201,12 +203,20 @@ class System:
         )
 
     def wait_until_well(self, timeout: float = START) -> None:
-        """Wait. Raises `DrillError` with what is not well."""
+        """Wait until all is well, also as Prometheus sees it. Raises `DrillError` with what is not."""
         deadline = time.monotonic() + timeout
-        while (trouble := self.trouble()) is not None:
+        while (trouble := self.trouble() or self._fires()) is not None:
             if time.monotonic() > deadline:
                 raise DrillError(f"not well after {timeout:.0f} s: {trouble}")
             time.sleep(0.3)
+
+    def _fires(self) -> str | None:
+        if self._prometheus is None:
+            return None
+        try:
+            return ", ".join(sorted(set(self._prometheus.firing()) - {"Watchdog"})) or None
+        except URLError as error:
+            return f"Prometheus: {error.reason}"
 
     def add_person(self, name: str) -> str:
         """Add an admin; returns the token."""
