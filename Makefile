@@ -20,7 +20,7 @@ comma := ,
 with_services = env="$$($(VENV)/python -m services env)" && eval "$$env" && exec
 
 .DEFAULT_GOAL := help
-.PHONY: check help venv pins audit up down status demo api fuzz test test-lowest test-python versions ecosystem celery-suite edge-suite faults chaos chaos-many controls search saga-programs saga-crashes saga-deploy lint types sandbox worker relay beat flower doctor metrics bench soak profile clean migrate
+.PHONY: check help venv pins audit up down status demo api fuzz test test-lowest test-python versions ecosystem celery-suite edge-suite faults drill chaos chaos-many controls search saga-programs saga-crashes saga-deploy lint types sandbox worker relay beat flower doctor metrics bench soak profile clean migrate
 
 help:
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -115,6 +115,9 @@ saga-crashes: .venv/ready ## kill every consumer and saga of the application at 
 
 saga-deploy: .venv/ready ## replace the code under waiting sagas, beside it, badly and repaired, and check each one's path; SAGAS=1000
 	@$(VENV)/python -m tests.saga_deploy --sagas $(or $(SAGAS),1000) $(ARGS)
+
+drill: .venv/ready ## incidents in a running system, each ended by a script that only reads the alert and its runbook; ONLY=declined,read-only
+	@$(VENV)/python -m drill $(if $(ONLY),--only $(ONLY)) $(ARGS)
 
 faults: .venv/ready ## run the fault matrix and write docs/faults.md; for a part of it ARGS='-k F1-P2'
 	@$(VENV)/python -m tests.faults $(ARGS)

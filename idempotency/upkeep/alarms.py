@@ -156,7 +156,7 @@ def _of_ends(found: Snapshot, settings: Settings) -> Iterator[Alarm]:
             f"webhooks to {row.id}",
             f"disabled, {row.disabled_because}; tenant {row.tenant}",
             f"ask the customer; then `{command} webhooks enable`, or `disable` to accept it",
-            look=f"webhooks show {row.id}",
+            look="webhooks list",
             fields={"endpoint": row.id},
         )
 

@@ -7,11 +7,14 @@ import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import click
 import pytest
+import yaml  # type: ignore[import-untyped]
 from celery.bin.celery import celery as celery_command
+from pydantic import SecretStr
 from typer import BadParameter
 from typer.main import get_command
 
@@ -20,6 +23,8 @@ from drill.runbook import DIRECTORY, PLACEHOLDERS, Line, commands, section
 from idempotency import errors, reasons
 from idempotency.cli.root import cli
 from idempotency.reasons import page_of
+from idempotency.settings import Settings
+from idempotency.store.overview import QueueState, Snapshot
 from idempotency.upkeep import alarms
 from tests.support.documents import ROOT
 
@@ -183,16 +188,46 @@ def test_a_code_without_a_page_of_its_own_leads_to_the_page_about_refusals() -> 
     assert page_of("no_consumers/payments") == "no_consumers"
 
 
-def test_every_alarm_is_of_a_listed_kind() -> None:
+def all_wrong() -> list[alarms.Alarm]:
+    """The alarms of a system in which everything is wrong."""
+    rows: dict[str, Any] = {
+        "outbox": SimpleNamespace(unpublished=1, oldest=1.0),
+        "letters": [SimpleNamespace(unknown=1)],
+        "processes": [SimpleNamespace(kind="worker", name="w", host="h", pid=7, silent_seconds=999.0, queues=["q"])],
+        "sharers": [
+            SimpleNamespace(service=None, due=1),
+            SimpleNamespace(service="mail", due=1, lease_over=0, has_relay=False),
+        ],
+        "disabled_webhooks": [SimpleNamespace(id="ep_1", disabled_because="gone", tenant="t")],
+    }
+    queues = {"q": QueueState(accepted=1, oldest_accepted_seconds=9999.0, ready=1, consumers=0)}
+    found = Snapshot(queues=queues, not_kept=1, **rows)
+    return alarms.lasting(found, Settings(database_url=SecretStr("postgresql+psycopg://a@127.0.0.1/b")))
+
+
+def test_every_alarm_has_a_page_that_begins_with_its_command() -> None:
+    found = all_wrong()
+    assert {alarm.kind for alarm in found} == set(reasons.ALARMS)
+    for alarm in found:
+        line = commands(PAGES[page_of(alarm.name)])[0]
+        assert alarm.notice("shop").command == line.command
+
+
+def test_no_alarm_is_made_that_is_not_tried_here() -> None:
     tree = ast.parse(Path(alarms.__file__).read_text())
-    named = {ast.unparse(node.targets[0]): node.value for node in ast.walk(tree) if isinstance(node, ast.Assign)}
-    given = [
-        named.get(ast.unparse(node.args[0]), node.args[0])
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Alarm"
-    ]
-    found = [next(written(each, vars(reasons)))[0].partition("/")[0] for each in given]
-    assert set(found) == set(reasons.ALARMS)
+    made = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Alarm"]
+    # two of one kind: without a relay, and of another application
+    assert len(made) == len(all_wrong()) == len(reasons.ALARMS) + 1
+
+
+def test_every_rule_begins_with_the_command_of_its_page() -> None:
+    rules = [rule for group in yaml.safe_load(RULES)["groups"] for rule in group["rules"]]
+    for rule in rules:
+        page = rule["annotations"]["runbook"].rpartition("}")[2].removesuffix(".md")
+        lines = commands(PAGES[page])
+        assert rule["annotations"]["command"] == lines[0].command, page
+        wanted = {name for line in lines for name in line.placeholders}
+        assert "START" not in wanted or "start" in rule["annotations"], page
 
 
 def test_the_index_has_every_page_once() -> None:
