@@ -87,7 +87,6 @@ class System:
             "PGPASSWORD": servers.postgres.password,
             "PGDATABASE": "postgres",
         }
-        (self.directory / "counters").mkdir(exist_ok=True)  # `idempotency metrics` reads it, and does not make it
         self._port = free_port()
         self._prometheus: Prometheus | None = None
         if packages.prometheus_program() is not None:

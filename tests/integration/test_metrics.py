@@ -179,6 +179,13 @@ def test_a_broker_that_never_answers_does_not_hold_up_a_scrape(
             assert gauges(url)["idempotency_broker_up",] == 0  # httpx waits as long as Prometheus would
 
 
+def test_the_endpoint_may_be_started_before_anything_has_counted(tmp_path: Path) -> None:
+    directory = tmp_path / "not" / "there yet"
+    with endpoint(directory) as url:
+        assert gauges(url) == {}
+    assert directory.is_dir()
+
+
 @pytest.mark.long
 def test_the_application_may_be_named_in_the_environment(
     bank: Celery, environment: dict[str, str], tmp_path: Path
