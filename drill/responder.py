@@ -62,7 +62,11 @@ class Responder:
             if line.in_background:
                 self._start(command.removesuffix("&"))
             else:
-                values |= _found(self._run(command, by_another=line.by_another))
+                answer = self._run(command, by_another=line.by_another)
+                if _is_closed(answer):
+                    self._say("      (closed by now)")
+                    return
+                values |= _found(answer)
 
     def _run(self, command: str, *, by_another: bool) -> str:
         environment = dict(self._environment)
@@ -101,6 +105,15 @@ class Responder:
                     start_new_session=True,
                 )
             )
+
+
+def _is_closed(answer: str) -> bool:
+    """Whether this shows a dead letter that is over: the saga has gone on, or another alert led to it first."""
+    try:
+        document: Any = json.loads(answer)
+    except ValueError:
+        return False
+    return isinstance(document, dict) and document.get("status") in ("replayed", "discarded")
 
 
 def _found(answer: str) -> dict[str, str]:

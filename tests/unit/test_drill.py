@@ -10,7 +10,7 @@ import pytest
 
 from drill import incidents, responder
 from drill.receiver import Received, Receiver
-from drill.responder import Responder, _found
+from drill.responder import Responder, _found, _is_closed
 from drill.runbook import commands
 
 PAGE = """# `broken`: a page
@@ -67,6 +67,12 @@ def test_answers_name_what_later_commands_need() -> None:
         "OUTCOME": """--happened '{"id": "a b"}'"""
     }
     assert _found("no JSON") == _found("[1]") == {}
+
+
+def test_a_letter_that_is_closed_by_now_is_left() -> None:
+    assert _is_closed(json.dumps({"id": 7, "status": "replayed"}))
+    assert not _is_closed(json.dumps({"id": 7, "status": "open"}))
+    assert not _is_closed("no JSON")
 
 
 def test_the_responder_knows_no_incident() -> None:
