@@ -273,14 +273,20 @@ def parse(command: Any, arguments: list[str]) -> None:
     with command.make_context(command.name, list(arguments)) as context:
         if not hasattr(command, "resolve_command"):
             return
-        _, found, rest = command.resolve_command(context, [*context._protected_args, *context.args])
+        _, found, rest = command.resolve_command(context, left_over(context))
         parse(found, rest)
+
+
+def left_over(context: Any) -> list[str]:
+    """What a group leaves to its commands. Click 8.1 has another name for it."""
+    held = vars(context)
+    return [*(held.get("_protected_args") or held.get("protected_args") or ()), *context.args]
 
 
 def parse_celery(arguments: list[str]) -> None:
     """As `parse`, but for what Celery's callbacks need: they look at the application, which is not here."""
     with celery_command.make_context("celery", list(arguments)) as context:
-        _, found, rest = celery_command.resolve_command(context, [*context._protected_args, *context.args])
+        _, found, rest = celery_command.resolve_command(context, left_over(context))
         assert found is not None
         with click.Context(found, parent=context) as inner:
             _, left, _ = found.make_parser(inner).parse_args(rest)
