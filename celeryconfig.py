@@ -128,6 +128,14 @@ for _name in Settings.model_fields:
 idempotency_database_url = environment.database_url
 idempotency_redis_url = environment.redis_url
 
+# The reasons of this application's own that have a page in docs/runbooks.
+idempotency_own_runbooks = (
+    "card_declined", "carrier_refused", "charge_of_another", "charged_twice", "exceeds_captured", "invalid_recipient",
+    "invalid_request", "invalid_subject", "ledger_differs", "minor_unit", "not_reserved", "payment_taken", "payment_unknown",
+    "payment_", "refund_not_there", "refund_of_another", "refund_reversed", "refund_unknown", "refunded_twice",
+    "return_closed", "return_unknown", "smtp_", "verdict_unknown",
+)  # fmt: skip
+
 _sweep = float(globals().get("idempotency_sweep", Settings.model_fields["sweep"].default))
 beat_schedule = {
     # A tick may expire: the next one does its work.

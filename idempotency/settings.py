@@ -156,7 +156,13 @@ class Settings(BaseModel):
     # This application's name on all that it stores and sends. The same in all of its processes, and in no other
     # application on the same database or broker; a queue has it in its name. Default: the Celery application's name.
     service: Annotated[str, AfterValidator(values.service)] = "celery"
-    # Where alerts are posted as {"text": ...}, as for Slack's incoming webhooks. Default: log and metric only.
+    # Where this runs, as alerts say it: production, staging.
+    environment: str | None = Field(None, min_length=1, max_length=100)
+    # The address at which you publish docs/runbooks; alerts link to a page there. Default: they have the page's name.
+    runbooks_at: str | None = Field(None, min_length=1)
+    # Reasons of your own that have a page there; one that ends with _ is about all that begin so.
+    own_runbooks: Annotated[tuple[str, ...], BeforeValidator(values.separated)] = ()
+    # Where alerts are posted as {"text": ..., "alerts": [...]}, as for Slack's incoming webhooks. Default: log and metric only.
     alert_webhook_url: Annotated[SecretStr, AfterValidator(values.web_address)] | None = None
     # One alert per service and reason in this time, with a count of the new dead letters.
     alert_interval: float = Field(60.0, gt=0)

@@ -1,8 +1,13 @@
-"""Run the stand-ins: `python -m sandbox provider|mail|carrier|all`. Each prints one line `ready URL` to stdout."""
+"""Run the stand-ins: `python -m sandbox provider|mail|carrier|all`. Each prints one line `ready URL` to stdout.
+
+`python -m sandbox find KEY` asks the provider that runs at STRIPE_API_BASE what it has under an idempotency key.
+"""
 
 import argparse
 import asyncio
 import contextlib
+import json
+import os
 import signal
 import socket
 import sys
@@ -17,6 +22,7 @@ from starlette.applications import Starlette
 from sandbox import carrier, mail, provider
 from sandbox.events import Webhooks
 from sandbox.faults import CARRIER_FAULTS, MAIL_FAULTS, PROVIDER_FAULTS, FaultPlan
+from sandbox.finding import find
 
 HOST = "127.0.0.1"
 PLAN_TIMES = ("latency_ms", "hold_ms", "search_lag_ms", "undecided", "decision_ms")
@@ -164,6 +170,10 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAME=N,...",
         help=f"{provider_faults}; of mail {', '.join(MAIL_FAULTS)}",
     )
+    asked = commands.add_parser("find", help="what the provider has under an idempotency key, from its own lists")
+    asked.add_argument("key", metavar="KEY")
+    asked.add_argument("--url", default=os.environ.get("STRIPE_API_BASE", "http://127.0.0.1:8420"))
+    asked.add_argument("--api-key", default=provider.API_KEY, help=argparse.SUPPRESS)
     return parser
 
 
@@ -171,6 +181,11 @@ def main(arguments: list[str] | None = None) -> None:
     """Run what the command line asks for until SIGTERM or SIGINT. Exits with 2 for a bad argument."""
     parser = _parser()
     options = parser.parse_args(arguments)
+    if options.command == "find":
+        found = find(options.url, options.key, options.api_key)
+        outcome = ["--not-happened"] if found is None else ["--happened", json.dumps(found)]
+        print(json.dumps({"found": found, "outcome": outcome}))
+        return
     faults: dict[str, float] = options.faults
     services: list[Service] = []
     try:

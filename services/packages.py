@@ -25,7 +25,14 @@ POLICY = Path("/usr/sbin/policy-rc.d")
 POLICY_BACKUP = Path("/usr/sbin/policy-rc.d.set-aside")
 BLOCK_SERVICES = "#!/bin/sh\n# Temporary, during an installation: no service may start.\nexit 101\n"
 # may be enabled
-UNITS = ("rabbitmq-server.service", "redis-server.service", "postgresql.service", "epmd.service", "epmd.socket")
+UNITS = (
+    "rabbitmq-server.service",
+    "redis-server.service",
+    "postgresql.service",
+    "prometheus.service",
+    "epmd.service",
+    "epmd.socket",
+)
 LOCK = Path("/run/lock/idempotency-packages.lock")
 
 
@@ -46,6 +53,12 @@ def postgres_programs() -> Path | None:
     """The directory of Debian's newest `postgres` and `initdb`, or None."""
     found = [path for path in Path("/usr/lib/postgresql").glob("[0-9]*/bin") if (path / "initdb").is_file()]
     return max(found, key=lambda path: int(path.parent.name), default=None)
+
+
+def prometheus_program() -> Path | None:
+    """An installed Prometheus with its promtool, or None."""
+    found = shutil.which("prometheus"), shutil.which("promtool")
+    return Path(found[0]) if found[0] and found[1] else None
 
 
 def can_install() -> bool:
@@ -148,17 +161,28 @@ def missing() -> list[str]:
     return wanted
 
 
+def missing_optional() -> list[str]:
+    """Packages that are not installed, and without which only some tests are skipped: those of monitoring/ and of the drill."""
+    return [] if prometheus_program() is not None else ["prometheus"]
+
+
 def main(packages: list[str]) -> int:
     """Install the packages, by default the missing ones, or print which are missing."""
-    wanted = packages or missing()
-    if wanted and not can_install():
-        print(f"missing, and only root can install it (apt): {', '.join(wanted)}", file=sys.stderr)
-    elif wanted:
-        try:
+    wanted, optional = packages or missing(), [] if packages else missing_optional()
+    if (wanted or optional) and not can_install():
+        print(f"missing, and only root can install it (apt): {', '.join([*wanted, *optional])}", file=sys.stderr)
+        return 0
+    try:
+        if wanted:
             install(*wanted)
+    except PackageError as error:
+        print(error, file=sys.stderr)
+        return 1
+    for package in optional:
+        try:
+            install(package)
         except PackageError as error:
-            print(error, file=sys.stderr)
-            return 1
+            print(f"{error}; the tests that need it are skipped", file=sys.stderr)
     return 0
 
 

@@ -69,6 +69,11 @@ class RabbitMQ(Server):
         self._end_epmd()
 
     @property
+    def _holds_ports(self) -> bool:
+        # a node that was killed leaves its epmd
+        return super()._holds_ports or process.find(self._epmd_record) is not None
+
+    @property
     def _epmd_record(self) -> Path:
         return self.directory / "epmd.pid"
 

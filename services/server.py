@@ -140,6 +140,11 @@ class Server(ABC):
         """SIGCONT what `pause` stopped."""
         process.signal_all(process.family(self._process()), signal.SIGCONT)
 
+    @property
+    def _holds_ports(self) -> bool:
+        """Whether a port that is not free is this server's own."""
+        return self.running
+
     def _environment(self) -> dict[str, str]:
         return {"PATH": os.environ.get("PATH", os.defpath), "LC_ALL": "C.UTF-8", "HOME": str(self.directory)}
 
@@ -173,7 +178,7 @@ class Server(ABC):
             stored = {"password": secrets.token_urlsafe(18), "ports": {}}
         ports = {name: stored["ports"].get(name) for name in self.port_names}
         # Another program may have taken the port while the server was down.
-        if not self.running and not all(port and _is_free(port) for port in ports.values()):
+        if not self._holds_ports and not all(port and _is_free(port) for port in ports.values()):
             ports = dict(zip(self.port_names, _free_ports(len(self.port_names)), strict=True))
         settings = {"password": stored["password"], "ports": ports}
         self._settings.touch(mode=0o600)

@@ -37,6 +37,7 @@ from ..errors import (
 )
 from ..framework import framework
 from ..observe.logs import log
+from ..reasons import ON_FAILED_ERROR
 from ..store.answers import error_text
 from ..store.ends import FailedEnd
 from ..store.statements import ERROR_LIMIT, describe
@@ -114,9 +115,9 @@ def conclude(
     if on_failed is not None:
         failure = _run(connection, lambda session: on_failed(session, operation, ended)) if skip is None else skip
         if failure is not None:
-            reason, broken = "on_failed_error", failure
+            reason, broken = ON_FAILED_ERROR, failure
             log.error("on_failed_error", error=failure, task=id.task, key=id.key)
-    in_rows = broken if reason == "on_failed_error" else None
+    in_rows = broken if reason == ON_FAILED_ERROR else None
     other = cause if cause["code"] != error.code else None
     stored = error_text(error.code, described, other, in_rows, declined=is_declined(error))
     if ended is not error:

@@ -21,6 +21,7 @@ from ..errors import (
     RetriesExhausted,
     Undecided,
 )
+from ..reasons import CALL_REFUSED
 from ..settings import Settings
 from ..store.answers import Claimed
 from ..store.statements import MOVED, describe, driver_error
@@ -157,7 +158,7 @@ def end_for(error: BaseException, attempt: Judged) -> Fail | Release:
             return Fail(claim, error, error)
         case CallRefused():
             # a call that the body makes is refused the same way every time
-            return Fail(claim, conclusions.NotDeclined(describe(error), "call_refused"), error)
+            return Fail(claim, conclusions.NotDeclined(describe(error), CALL_REFUSED), error)
         case Undecided(seconds=seconds) | Throttled(seconds=seconds):
             return Release(claim, min(seconds, MAX_DELAY), error, give_back=True, is_undecided=True)
         case Defer(seconds=seconds) if claim.age + seconds <= settings.defer_budget:

@@ -13,6 +13,7 @@ from sqlalchemy.exc import OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from ..errors import AttemptsExhausted, Defer, LeaseLost, OutcomeInDoubt, PermanentError
+from ..reasons import REVOKED
 from ..store import claims
 from ..store.statements import describe
 from . import conclusions
@@ -20,8 +21,6 @@ from .attempt import Attempt
 
 # Seconds until a last look that met a Postgres in trouble is taken again; `defer_budget` bounds how often.
 LOOK_PAUSE = 5.0
-# The code with which an operation ends that was revoked.
-REVOKED = "revoked"
 
 
 def reason_to_end(attempt: Attempt) -> PermanentError | None:

@@ -146,10 +146,11 @@ def serve_metrics(
     ] = None,
 ) -> None:
     """Serve what all processes with the same PROMETHEUS_MULTIPROC_DIR have counted, for Prometheus, until stopped."""
-    if environment().prometheus_multiproc_dir is None:
+    if (directory := environment().prometheus_multiproc_dir) is None:
         raise SettingsError(
             "PROMETHEUS_MULTIPROC_DIR: not set; workers, relays and this command need the same directory there"
         )
+    directory.mkdir(parents=True, exist_ok=True)  # whichever process is started first
     counted = metrics.combined_registry()
     with extra("metrics"):
         from prometheus_client import start_http_server

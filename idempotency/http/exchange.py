@@ -34,6 +34,7 @@ from ..errors import (
     Unfinished,
 )
 from ..observe.logs import log
+from ..reasons import HTTP_STATUS
 from ..store.answers import Completed
 from ..wire import results
 from ..wire.delivery import Delivery
@@ -198,7 +199,7 @@ class Exchange:
             self._is_guess = rule is not Rule.RELEASE
             raise self._released(AnswerNotStored(f"answered {buffer.status}"))
         if rule is Rule.REFUSE and conclusions.has_acted(effects):
-            raise PermanentError(f"answered {buffer.status} after an effect", f"http_{buffer.status}")
+            raise PermanentError(f"answered {buffer.status} after an effect", f"{HTTP_STATUS}{buffer.status}")
         if rule is Rule.REFUSE:
             attempt.writes.discard()
         elif given.has_session:

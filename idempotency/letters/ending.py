@@ -18,13 +18,14 @@ from ..attempt.runtime import Runtime
 from ..errors import TransactionEnded
 from ..observe import metrics
 from ..observe.logs import log
+from ..reasons import FINGERPRINT_MISMATCH, OF_MESSAGES, ON_FAILED_ERROR, SERVICE_MISMATCH
 from ..store import ends, letters, undelivered
 from ..store.answers import Busy, Changed, Completed, Failed, Foreign, Mismatch
 from ..store.ends import FailedEnd
 from ..store.letters import BrokerLetter
 from ..store.statements import repeatable
 from ..store.undelivered import GivenUp, UndeliveredMessage
-from .letter import EXPLANATIONS, refused
+from .letter import refused
 
 # How often a letter's `on_failed` may fail for lack of a lock or end its process, and how often handling a letter may
 # fail for an unknown reason. With the consumer's pauses that is five minutes.
@@ -92,9 +93,9 @@ class Ending:
             case GivenUp():
                 return self._conclude(connection, answer, skip)
             case Mismatch(generation):
-                return letters.store_message(connection, refused(letter, generation, "fingerprint_mismatch")), None
+                return letters.store_message(connection, refused(letter, generation, FINGERPRINT_MISMATCH)), None
             case Foreign(generation):
-                return letters.store_message(connection, refused(letter, generation, "service_mismatch")), None
+                return letters.store_message(connection, refused(letter, generation, SERVICE_MISMATCH)), None
             case Busy():
                 undelivered.count_copy(connection, self.dead)
         return None, None
@@ -107,7 +108,7 @@ class Ending:
         concluded = conclusions.conclude(
             connection,
             id,
-            NotDeclined(EXPLANATIONS[letter.reason], letter.reason),
+            NotDeclined(OF_MESSAGES[letter.reason], letter.reason),
             entries=ended.effects,
             arguments=self.arguments,
             attempts=ended.attempts,
@@ -120,7 +121,7 @@ class Ending:
             connection,
             replace(
                 letter,
-                reason=concluded.reason if skip is None else "on_failed_error",
+                reason=concluded.reason if skip is None else ON_FAILED_ERROR,
                 last_error=concluded.end.error,
                 generation=ended.generation,
                 fingerprint=ended.fingerprint,

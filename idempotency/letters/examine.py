@@ -13,6 +13,7 @@ from kombu import Message
 
 from ..application import runtime_of
 from ..errors import CallRefused, InvalidArguments, MissingKey, SettingsError
+from ..reasons import ALTERED, BEYOND_LIMIT, UNSIGNED
 from ..wire import keys
 from ..wire.arriving import TooLarge
 from ..wire.headers import (
@@ -30,8 +31,6 @@ from ..wire.limits import BODY_DEPTH, BODY_LIMIT, beyond_limits
 from ..wire.signing import signed_at
 from ..worker.task import IdempotentTask
 
-# Why a message belongs to no operation, whatever it says.
-UNSIGNED, ALTERED, BEYOND_LIMIT = "unsigned", "altered", "beyond_limit"
 # A body has the arguments, and what Celery calls after the task with theirs.
 BODY_PER_ARGUMENTS = 16
 _TOO_DEEP = f"body: nested at most {BODY_DEPTH} deep"

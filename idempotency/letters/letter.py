@@ -15,6 +15,7 @@ from kombu import Message as BrokerMessage
 
 from ..application import runtime_of
 from ..errors import CallRefused
+from ..reasons import ALTERED, BEYOND_LIMIT, OF_MESSAGES, UNHANDLED, UNSIGNED
 from ..store import letters
 from ..store.answers import error_text
 from ..store.letters import BrokerLetter
@@ -34,40 +35,12 @@ from ..wire.keys import OperationId
 from ..wire.message import Message, route_without_delay
 from ..worker.task import IdempotentTask
 from .death import Death, death_of
-from .examine import ALTERED, BEYOND_LIMIT, UNSIGNED, Examined
+from .examine import Examined
 
 # Messages without a visible defect: perhaps a worker of another version refused them.
 PERHAPS_A_DEPLOY = (
     "rejected", "unknown_task", "unknown_version", "invalid_arguments", "missing_key", "invalid_key", "other_service",
 )  # fmt: skip
-# The letter's error, by its reason.
-EXPLANATIONS = {
-    "content_type": "a content type that is not accepted; it was not decoded",
-    "undecodable": "the body could not be decoded",
-    "envelope": "the body is not a task's [args, kwargs, embed]",
-    "protocol": "task message protocol 1 is not accepted",
-    "missing_task": "no header 'task'",
-    "missing_id": "no header 'id'",
-    "unknown_task": "no task of this name is registered",
-    "unknown_version": "made by newer code than this",
-    "invalid_header": "eta or expires is not a time, timelimit no pair of seconds, headers no object, or one that is shown has "
-    "characters that are not printable",
-    "missing_key": "no idempotency key: no header, and the task has no key template",
-    "invalid_key": "the idempotency key breaks a rule",
-    "invalid_arguments": "the arguments do not fit the task, or are not JSON",
-    "expired": "past its expires",
-    "other_service": "in the outbox of another application, which is to run it",
-    "delivery_limit": "delivered too often without an answer: each delivery lost its worker or its connection",
-    "maxlen": "the queue was full",
-    "rejected": "rejected by the worker",
-    "beyond_limit": "beyond a limit, so it was not decoded, and only its beginning is kept",
-    "unsigned": "it has no signature, and this application requires one",
-    "altered": "its signature is of no secret of this application, or it was altered",
-    "stale": "published longer ago than redelivery_horizon, and nothing is known of its operation: it may have ended",
-    "unhandled": "the relay could not handle it; its operation was not touched",
-    "fingerprint_mismatch": "this idempotency key was used with other arguments",
-    "service_mismatch": "this idempotency key is used by another application in this database",
-}
 # The header that says that a body is not text and is stored as base64.
 BODY_HEADER = "idempotency-body"
 # Of a message beyond a limit, what is kept: bytes of its body, and headers of one value, cut.
@@ -152,7 +125,7 @@ def letter_of(
         service=runtime_of(app).settings.service,
         reason=reason,
         first_error=None,
-        last_error=error_text(reason, ": ".join(filter(None, [EXPLANATIONS[reason], detail and storable(detail)]))),
+        last_error=error_text(reason, ": ".join(filter(None, [OF_MESSAGES[reason], detail and storable(detail)]))),
         attempts=0,
         headers=letters.headers_text(stored),
         payload=payload.to_text(),
@@ -172,7 +145,7 @@ def was_allowed_to_expire(app: Celery, message: BrokerMessage) -> bool:
 
 def reason_of(message: BrokerMessage, examined: Examined) -> str:
     death = death_of(message.headers).reason
-    if examined.reason in ("other_service", "stale", "unhandled", UNSIGNED, ALTERED, BEYOND_LIMIT):
+    if examined.reason in ("other_service", "stale", UNHANDLED, UNSIGNED, ALTERED, BEYOND_LIMIT):
         return examined.reason  # however it died, this application must not end what it names
     if death in ("delivery_limit", "maxlen"):
         return str(death)
@@ -224,5 +197,5 @@ def shown(value: object) -> str | None:
 
 
 def refused(letter: BrokerLetter, generation: int, reason: str) -> BrokerLetter:
-    error = error_text(reason, EXPLANATIONS[reason])
+    error = error_text(reason, OF_MESSAGES[reason])
     return replace(letter, reason=reason, generation=generation, last_error=error)

@@ -12,6 +12,7 @@ from ..application import runtime_of
 from ..attempt.policy import Policy
 from ..errors import CallRefused, UnknownVersion
 from ..observe.logs import log
+from ..reasons import UNHANDLED
 from ..store import claims, letters, outbox, undelivered
 from ..store.letters import BrokerLetter
 from ..store.statements import describe, repeatable
@@ -112,7 +113,7 @@ def _is_stale(app: Celery, message: BrokerMessage, id: OperationId) -> bool:
 
 def store_unhandled(app: Celery, message: BrokerMessage) -> None:
     """Store a message without touching its operation. Its letter names that only if the message is believed."""
-    examined = disbelieved(app, message) or Examined("unhandled")
+    examined = disbelieved(app, message) or Examined(UNHANDLED)
     letter = letter_of(app, message, message.headers, reason_of(message, examined), None, examined.detail)
     stored = _store_alone(app, letter, LOCK_PATIENCE)
     log.error("dead_letter", letter=stored, reason=letter.reason, task=letter.header_task, queue=letter.queue)

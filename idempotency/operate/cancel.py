@@ -15,6 +15,7 @@ from ..attempt.runtime import Runtime
 from ..errors import ChangeRefused, PermanentError
 from ..framework import framework
 from ..observe import metrics
+from ..reasons import CANCELLED, UNPUBLISHABLE
 from ..store import claims, dead_letters, discards, ends, letters, operations, saga_changes
 from ..store.answers import Claimed, claim_of
 from ..store.statements import repeatable
@@ -54,9 +55,9 @@ def cancel(
             row = _locked(connection, runtime, shown)
             _check_no_effect(shown.id, row, may_have_happened=may_have_happened)
             policy, arguments, broken = task_of(app, runtime, row, without_task=without_task)
-            error = NotDeclined(change.reason, "cancelled")
+            error = NotDeclined(change.reason, CANCELLED)
             concluded = conclude(connection, shown.id, row, error, policy, arguments, skip or broken)
-            discards.supersede(connection, shown.id, None if shown.status == "accepted" else "unpublishable")
+            discards.supersede(connection, shown.id, None if shown.status == "accepted" else UNPUBLISHABLE)
             letters.store_failure(
                 connection,
                 letters.kept_delivery(shown.id, row, arguments),

@@ -17,6 +17,7 @@ from ..attempt.conclusions import Concluded, Entry
 from ..attempt.policy import Policy
 from ..attempt.runtime import Runtime
 from ..errors import ChangeRefused, PermanentError, TransactionEnded
+from ..reasons import ON_FAILED_ERROR
 from ..store.statements import describe
 from ..wire import encoding, keys
 from ..wire.keys import OperationId
@@ -89,4 +90,4 @@ def conclude(
     )
     if skip is None:
         return concluded
-    return replace(concluded, reason=concluded.reason if skip == NO_TASK else "on_failed_error", broken=skip)
+    return replace(concluded, reason=concluded.reason if skip == NO_TASK else ON_FAILED_ERROR, broken=skip)

@@ -12,10 +12,8 @@ from celery import Celery
 from sqlalchemy import Connection, Row
 
 from ..application import runtime_of
-from ..attempt.last_look import REVOKED
-from ..errors import NotAuthenticated, PermanentError, ReplayRefused, StoredRefusal
-from ..letters.examine import ALTERED, UNSIGNED
-from ..letters.letter import EXPLANATIONS
+from ..errors import NotAuthenticated, ReplayRefused
+from ..reasons import ALTERED, CANCELLED, FOUND_BY_US, REVOKED, UNHANDLED, UNSIGNED
 from ..settings import Settings
 from ..store import dead_letters, erasure, letter_operations, operations, saga_changes, webhook_letters
 from ..store.statements import repeatable
@@ -24,14 +22,7 @@ from ..wire.signing import signed_at
 from .change import Change, audit, called, repeated
 from .money import NEEDS_TOKEN, letters_move_money
 
-BY_PERSON = ("cancelled", REVOKED)
-# Codes of failures that the library itself finds. With any other code, or where the stored error says so, a provider or the
-# task's own code has declined.
-FOUND_BY_US = {
-    *(kind.default_code for kind in PermanentError.__subclasses__() if kind.__module__ == PermanentError.__module__),
-    *EXPLANATIONS,
-    *("abandoned", "call_refused"),
-} - {StoredRefusal.default_code}
+BY_PERSON = (CANCELLED, REVOKED)
 
 
 class NotConfirmed(ReplayRefused):
@@ -186,7 +177,7 @@ def _check_signature(connection: Connection, letter: int, settings: Settings) ->
         return
     # nothing but the broker says that it is ours, and nothing has looked at its signature: its task was not known, or it was
     # stored unhandled by code that did not look
-    is_strange = row.source == "broker" and (row.outbox_id is None or row.reason == "unhandled")
+    is_strange = row.source == "broker" and (row.outbox_id is None or row.reason == UNHANDLED)
     in_transition = settings.unsigned_until is not None and datetime.now(UTC) < settings.unsigned_until
     if not is_doubted and (not is_strange or in_transition):
         return

@@ -17,10 +17,11 @@ from ..attempt.conclusions import Entry, NotDeclined
 from ..attempt.effects import DidNotHappen, Happened
 from ..attempt.runtime import Runtime
 from ..errors import ChangeRefused, EffectUnknown, InvalidResult, PermanentError, Unfinished
+from ..reasons import CANCELLED, RESOLVED
 from ..store import corrections, ends, operations, saga_changes
 from ..store.answers import error_fields, error_text, stored_error
 from ..store.ends import FailedEnd
-from ..store.sagas import COMPENSATING, RESOLVED
+from ..store.sagas import COMPENSATING
 from ..store.statements import repeatable
 from ..wire import results
 from ..wire.keys import OperationId
@@ -165,4 +166,4 @@ def _checked_result(app: Celery, runtime: Runtime, task: str, name: str, result:
 def _cause(row: Row[Any], change: Change) -> PermanentError:
     """What had ended the operation beside the unknown effect; if nothing had, this person cancels it."""
     error = stored_error(row.error, of_cause=True)
-    return NotDeclined(change.reason, "cancelled") if error.code == EffectUnknown.default_code else error
+    return NotDeclined(change.reason, CANCELLED) if error.code == EffectUnknown.default_code else error

@@ -16,6 +16,7 @@ from ..application import runtime_of
 from ..errors import ChangeRefused, OperationNotFound
 from ..events import as_data, matched_by, new_attributes
 from ..framework import framework
+from ..reasons import CANCELLED
 from ..store import letters, operations, saga_changes, saga_reading, saga_steps, sagas
 from ..store.answers import error_text
 from ..store.saga_changes import Retried
@@ -97,7 +98,7 @@ def cancel_saga(app: Celery, id: OperationId, change: Change) -> None:
         read(connection, id, runtime.settings.service)  # what an observer notes is no operation
         if not is_saga(app, connection, id):
             raise ChangeRefused(f"{called(id)}: {OBSERVED}")
-        is_cancelled = sagas.cancel(connection, id, error_text("cancelled", change.reason))
+        is_cancelled = sagas.cancel(connection, id, error_text(CANCELLED, change.reason))
         row = operations.read_locked(connection, id)
         sent = operations.accepted(connection, id, runtime.settings.service) if row is None else None
         if sent is not None and sent.status == "failed":
@@ -110,7 +111,7 @@ def cancel_saga(app: Celery, id: OperationId, change: Change) -> None:
         was = saga_reading.saga(connection, id)
         assert was is not None
         if not is_cancelled and was.status == COMPENSATING:
-            why = json.loads(was.error)["code"] if was.error else "cancelled"
+            why = json.loads(was.error)["code"] if was.error else CANCELLED
             raise ChangeRefused(f"{called(id)}: is being undone already, because of {why}")
         if row is not None and row.generation != was.generation:
             raise ChangeRefused(f"{called(id)}: was replayed just now; look again")

@@ -29,6 +29,7 @@ from ..errors import (
 )
 from ..observe.crash_points import crash_point
 from ..observe.logs import log
+from ..reasons import COMPENSATION_FAILED, SAGA_MISMATCH
 from ..store import saga_steps, sagas
 from ..store.answers import Claimed, error_text
 from ..store.saga_steps import Recorded
@@ -234,7 +235,7 @@ class SagaAttempt(Attempt):
         try:
             row = self.journal.next(kind, name, args)
         except Mismatch as mismatch:
-            stopping.stop(self, sagas.MISMATCH, str(mismatch), tries_again=True)
+            stopping.stop(self, SAGA_MISMATCH, str(mismatch), tries_again=True)
         self.note_reached()
         return row
 
@@ -316,7 +317,7 @@ class SagaAttempt(Attempt):
             self.is_undone, error = True, compensation.final(self.saga)
         if self.is_compensating and not self.is_undone:
             if self.has_run or isinstance(error, AttemptsExhausted):
-                stopping.stop(self, sagas.NOT_UNDONE, f"{error.code}: {error}", tries_again=True)
+                stopping.stop(self, COMPENSATION_FAILED, f"{error.code}: {error}", tries_again=True)
             self.wait(0)  # decided before the saga was cancelled
         if not self.is_undone:
             stopping.check_fits(self, error, cause)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..attempt.conclusions import is_declined
 from ..errors import CallFailed, InvalidKey, Misuse
-from ..store import sagas
+from ..reasons import REPLACED, RESULT_UNREADABLE
 from ..store.answers import stored_error
 from ..store.saga_steps import Recorded
 from ..wire import keys
@@ -64,11 +64,11 @@ def run_all(attempt: SagaAttempt, calls: Sequence[Call]) -> list[Any]:
     try:
         ended = [result_of(attempt.runtime, row) for row in found]
     except CannotRead as error:
-        stopping.stop(attempt, sagas.UNREADABLE, str(error), tries_again=True)
+        stopping.stop(attempt, RESULT_UNREADABLE, str(error), tries_again=True)
     for row, result in zip(found, ended, strict=True):
         if is_replacement(result):
             raise CallFailed(
-                f"{row.call_task} was replaced, and a saga does not know when what replaces it ends", "replaced"
+                f"{row.call_task} was replaced, and a saga does not know when what replaces it ends", REPLACED
             )
     return ended
 

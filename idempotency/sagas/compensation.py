@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..errors import EffectUnknown, PermanentError, Unfinished
+from ..reasons import CANCELLED, COMPENSATION_FAILED, REPLACED, RESOLVED, RESULT_UNREADABLE
 from ..store import saga_steps, sagas
 from ..store.answers import error_fields, error_text, permanent_error, stored_error
 from ..store.saga_steps import Recorded
@@ -44,18 +45,18 @@ def run(attempt: SagaAttempt, tasks: Any) -> NoReturn:
             _cancel_saga(attempt, tasks, row)
     for row in reversed(attempt.journal):
         if row.state == "begun" and row.kind == "effect":
-            stop(attempt, "effect_unknown", f"effect {row.name!r}: begun, and the outcome is not known")
+            stop(attempt, EffectUnknown.default_code, f"effect {row.name!r}: begun, and the outcome is not known")
         if row.state == "begun" and row.kind == "call":
             attempt.wait(1)
         if (code := _left(attempt.journal, row)) is not None:
             stop(
                 attempt,
-                sagas.NOT_UNDONE,
+                COMPENSATION_FAILED,
                 f"the call {row.name!r} has ended as {code}: what it has done outside has to be resolved",
             )
         if _may_still_run(attempt.journal, row):
             why = f"the call {row.name!r} was replaced: what replaced it has to be seen to its end, and undone"
-            stop(attempt, sagas.NOT_UNDONE, why)
+            stop(attempt, COMPENSATION_FAILED, why)
         if row.undo is not None and row.state == "done":
             _undo(attempt, tasks, row)
     attempt.is_undone = True
@@ -64,13 +65,13 @@ def run(attempt: SagaAttempt, tasks: Any) -> NoReturn:
 
 def reason(saga: sagas.SagaRow) -> PermanentError:
     """Why a saga is undone."""
-    return stored_error(saga.error or error_text("cancelled", "cancelled"))
+    return stored_error(saga.error or error_text(CANCELLED, "cancelled"))
 
 
 def final(saga: sagas.SagaRow) -> PermanentError:
     """What a saga ends with once nothing is open: what was unknown has been found out and undone."""
     error = reason(saga)
-    return permanent_error(str(error), sagas.RESOLVED) if error.code in IN_DOUBT else error
+    return permanent_error(str(error), RESOLVED) if error.code in IN_DOUBT else error
 
 
 def _left(journal: Journal, row: Recorded) -> str | None:
@@ -107,12 +108,12 @@ def _undo(attempt: SagaAttempt, tasks: Any, row: Recorded) -> None:
         _begin_undo(attempt, tasks, row)
     if undone.state == "done" and _is_replaced(undone):
         # undone is what replaced it, if that does not fail
-        error = error_text("replaced", "it was replaced, and a saga does not know when what replaces it ends")
+        error = error_text(REPLACED, "it was replaced, and a saga does not know when what replaces it ends")
         attempt.writes.alone(lambda c: saga_steps.was_replaced(c, attempt.claim, attempt.saga, undone.position, error))
         undone.state, undone.error = "failed", error
     if undone.state == "failed":
         why = "" if undone.error is None else f": {error_fields(undone.error)['message']}"
-        stop(attempt, sagas.NOT_UNDONE, f"the undo of {row.kind} {row.name!r} has failed{why}")
+        stop(attempt, COMPENSATION_FAILED, f"the undo of {row.kind} {row.name!r} has failed{why}")
     if undone.state == "begun":
         attempt.wait(1)
 
@@ -126,7 +127,7 @@ def _begin_undo(attempt: SagaAttempt, tasks: Any, row: Recorded) -> NoReturn:
     if task is None:
         stop(
             attempt,
-            sagas.NOT_UNDONE,
+            COMPENSATION_FAILED,
             f"the undo of {row.kind} {row.name!r} is the task {row.undo}, which is gone",
             tries_again=True,
         )
@@ -136,7 +137,7 @@ def _begin_undo(attempt: SagaAttempt, tasks: Any, row: Recorded) -> NoReturn:
     try:
         given = undo.arguments(task, row)
     except CannotRead as error:
-        stop(attempt, sagas.UNREADABLE, str(error), tries_again=True)
+        stop(attempt, RESULT_UNREADABLE, str(error), tries_again=True)
     begin(attempt, [new], [Call(task, *given)])
 
 
@@ -149,4 +150,4 @@ def _cancel_saga(attempt: SagaAttempt, tasks: Any, row: Recorded) -> None:
         return
     id = OperationId(attempt.claim.id.tenant, row.call_task, row.call_key)
     with attempt.runtime.autocommit(id.tenant) as connection:
-        sagas.cancel(connection, id, error_text("cancelled", f"the saga {attempt.claim.id.task} is undone"))
+        sagas.cancel(connection, id, error_text(CANCELLED, f"the saga {attempt.claim.id.task} is undone"))

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from ..errors import AttemptsExhausted, Misuse, PermanentError
 from ..observe.logs import log
+from ..reasons import SAGA_MISMATCH
 from ..store import letters, sagas
 from ..store.answers import error_text
 from ..store.sagas import FIRST_PAUSE, LONGEST_PAUSE
@@ -53,13 +54,13 @@ def close_letter(attempt: SagaAttempt) -> None:
 def check_fits(attempt: SagaAttempt, error: PermanentError, cause: BaseException | None) -> None:
     """Code that fails before it has come to all that is recorded does not fit it, and undoes nothing: it stops."""
     if isinstance(cause, Misuse):
-        stop(attempt, sagas.MISMATCH, f"the code uses the saga as it cannot be used: {cause}", tries_again=True)
+        stop(attempt, SAGA_MISMATCH, f"the code uses the saga as it cannot be used: {cause}", tries_again=True)
     if attempt.has_run:
         check_read(attempt, f"fails with {describe(cause or error)}")
         attempt.has_reached = False
         attempt.note_reached()
     elif isinstance(error, AttemptsExhausted) and attempt.saga.reached < attempt.journal.last:
-        stop(attempt, sagas.MISMATCH, sagas.NOT_REACHED, tries_again=True)
+        stop(attempt, SAGA_MISMATCH, sagas.NOT_REACHED, tries_again=True)
 
 
 def check_read(attempt: SagaAttempt, what: str = "ends") -> None:
@@ -69,4 +70,4 @@ def check_read(attempt: SagaAttempt, what: str = "ends") -> None:
     try:
         attempt.journal.check_read(what)
     except Mismatch as mismatch:
-        stop(attempt, sagas.MISMATCH, str(mismatch), tries_again=True)
+        stop(attempt, SAGA_MISMATCH, str(mismatch), tries_again=True)

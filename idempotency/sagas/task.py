@@ -32,7 +32,8 @@ from ..errors import (
 )
 from ..events import expect, matched_by
 from ..observe.logs import log
-from ..store import clock, sagas
+from ..reasons import SAGA_MISMATCH
+from ..store import clock
 from ..store.answers import Claimed
 from ..text import storable
 from ..wire import keys
@@ -187,7 +188,7 @@ class SagaTask(IdempotentTask[..., Any]):
             self._bound(self.request.args or (), self.request.kwargs or {})
         except InvalidArguments as error:
             stopping.stop(
-                attempt, sagas.MISMATCH, f"it was called before a deploy changed it: {error}", tries_again=True
+                attempt, SAGA_MISMATCH, f"it was called before a deploy changed it: {error}", tries_again=True
             )
         try:
             return super()._body(attempt)

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from sqlalchemy import Connection, Row
 
+from ..reasons import OPEN, OUTBOX_FAILED, OUTBOX_STUCK
 from .outbox import STUCK
 
 # One process sends at a time, so that together they keep to one rate. Any constant not used elsewhere.
@@ -63,15 +64,15 @@ SELECT id FROM idempotency.outbox o
 WHERE status = 'failed' AND {{new}} AND (service = %(service)s) IS NOT FALSE
   -- its dead letter has an alert already
   AND NOT EXISTS (SELECT FROM idempotency.dead_letters d WHERE d.outbox_id = o.id)
-  AND {_NOT_LATELY.format(kind="%(service)s || '/outbox_failed'")}
+  AND {_NOT_LATELY.format(kind="%(service)s || '/" + OUTBOX_FAILED + "'")}
 ORDER BY id LIMIT %(batch)s FOR UPDATE SKIP LOCKED
 """
 
 # These are still retried, so they are not marked: one alert per interval while it lasts.
 _STUCK = f"""
-SELECT count(*) FROM idempotency.outbox
+SELECT count(*) AS rows, coalesce(pg_catalog.array_agg(DISTINCT queue ORDER BY queue), '{{}}') AS queues FROM idempotency.outbox
 WHERE status = 'pending' AND attempts >= {STUCK} AND (service = %(service)s) IS NOT FALSE
-  AND {_NOT_LATELY.format(kind="%(service)s || '/outbox_stuck'")}
+  AND {_NOT_LATELY.format(kind="%(service)s || '/" + OUTBOX_STUCK + "'")}
 """
 
 _CROWDED = f"""
@@ -96,18 +97,36 @@ def try_alert_lock(connection: Connection) -> bool:
     return bool(connection.exec_driver_sql(f"SELECT pg_try_advisory_xact_lock({ALERT_LOCK})").scalar_one())
 
 
+# Of letters whose operation is known: what others have sent names no amount that is believed.
+_PAYLOADS = """
+SELECT task, payload FROM idempotency.dead_letters WHERE id = ANY(%(ids)s) AND task IS NOT NULL AND generation IS NOT NULL
+"""
+
+
+def payloads(connection: Connection, letters: Sequence[int]) -> Sequence[Row[Any]]:
+    """The tasks and messages of these letters, as far as their operation is known."""
+    return connection.exec_driver_sql(_PAYLOADS, {"ids": list(letters)}).all()
+
+
 @dataclass(frozen=True, slots=True)
 class News:
     """What there is to tell: letters and failed rows by id, and what lasts by service."""
 
-    letters: Sequence[int]
+    # by reason
+    ids: dict[str, list[int]]
     rows: Sequence[int]
     # by service and reason: how many are new
     counts: Counter[tuple[str, str]]
     # by service: how many letters are open, if they are too many
     crowded: dict[str, int]
-    # rows that the broker keeps refusing
+    # rows that the broker keeps refusing, and their queues
     stuck: int
+    stuck_in: Sequence[str] = ()
+
+    @property
+    def letters(self) -> list[int]:
+        """All letters."""
+        return [id for ids in self.ids.values() for id in ids]
 
     def __bool__(self) -> bool:
         return bool(self.counts or self.crowded or self.stuck)
@@ -125,23 +144,21 @@ def news(connection: Connection, service: str, channel: Channel, *, interval: fl
         letters += connection.exec_driver_sql(_LETTERS.format(new=f"{new} {is_open} AND {owner}"), fields)
     rows = connection.exec_driver_sql(_OUTBOX.format(new=new), fields).scalars().all()
     crowded = connection.exec_driver_sql(_CROWDED, fields | {"interval": repeat}).all()
-    counts = Counter((service, row.reason) for row in letters)
+    ids: dict[str, list[int]] = {}
+    for row in letters:
+        ids.setdefault(row.reason, []).append(row.id)
+    counts = Counter({(service, reason): len(found) for reason, found in ids.items()})
     if rows:
-        counts[service, "outbox_failed"] = len(rows)
-    return News(
-        [row.id for row in letters],
-        rows,
-        counts,
-        {row.service: row.letters for row in crowded},
-        connection.exec_driver_sql(_STUCK, fields).scalar_one(),
-    )
+        counts[service, OUTBOX_FAILED] = len(rows)
+    stuck = connection.exec_driver_sql(_STUCK, fields).one()
+    return News(ids, rows, counts, {row.service: row.letters for row in crowded}, stuck.rows, stuck.queues)
 
 
 def note_told(connection: Connection, service: str, channel: Channel, told: News) -> None:
     """Record that this channel has been told."""
-    kinds = [f"{owner}/{reason}" for owner, reason in told.counts] + [f"{owner}/open" for owner in told.crowded]
+    kinds = [f"{owner}/{reason}" for owner, reason in told.counts] + [f"{owner}/{OPEN}" for owner in told.crowded]
     if told.stuck:
-        kinds.append(f"{service}/outbox_stuck")
+        kinds.append(f"{service}/{OUTBOX_STUCK}")
     connection.exec_driver_sql(_SENT, {"kinds": kinds, "prefix": _PREFIX[channel]})
     for table, ids in (("dead_letters", told.letters), ("outbox", told.rows)):
         connection.exec_driver_sql(_MARK.format(table=table, column=_MARKED[channel]), {"ids": list(ids)})

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from sqlalchemy import Connection, Row
 
 from ..errors import BulkRefused, CallRefused, OperationNotFound, ReplayRefused
+from ..reasons import BEYOND_LIMIT, FINGERPRINT_MISMATCH, SERVICE_MISMATCH, UNHANDLED, UNPUBLISHABLE
 from ..wire import keys
 from ..wire.delivery import NamesItsOperation
 from ..wire.keys import OperationId
@@ -24,12 +25,11 @@ from .outbox import EXTERNAL, refresh_lanes
 if TYPE_CHECKING:
     from celery import Celery
 
-# Reasons of letters whose operation has not ended: it only needs a delivery.
-NOT_AN_END = ("unpublishable", "unhandled")
+NOT_AN_END = (UNPUBLISHABLE, UNHANDLED)  # the operation has not ended: it only needs a delivery
 # Why a letter can never be replayed: its key is that of another operation.
 _OF_ANOTHER = {
-    "fingerprint_mismatch": "its key was used with other arguments, so it can never run; discard it",
-    "service_mismatch": "its key is used by another application, so it can never run; discard it",
+    FINGERPRINT_MISMATCH: "its key was used with other arguments, so it can never run; discard it",
+    SERVICE_MISMATCH: "its key is used by another application, so it can never run; discard it",
 }
 # The most letters that one command may replay or discard, since a wrong filter might match millions.
 BULK_LIMIT = 10_000
@@ -268,7 +268,7 @@ def replay(
         newer = open_letter(connection, OperationId(letter_now.tenant, letter_now.task, letter_now.key))
         other = "" if newer is None else f"; dead letter {newer} of this operation is open"
         raise ReplayRefused(f"dead letter {letter}: already {letter_now.status}{other}")
-    if row.reason == "beyond_limit":
+    if row.reason == BEYOND_LIMIT:
         raise ReplayRefused(f"dead letter {letter}: beyond a limit, so only its beginning is kept; discard it")
     fields = row._asdict() | {"service": row.consumer_service or service, "external": EXTERNAL, "letter": letter}
     named = OperationId(row.tenant, row.task, row.key), row.fingerprint
@@ -285,7 +285,7 @@ def replay(
     if opened is None:
         record = connection.exec_driver_sql(_STATUS, fields).one_or_none()
         if record is not None:
-            if (why := _OF_ANOTHER.get("service_mismatch" if record.of_another else row.reason)) is not None:
+            if (why := _OF_ANOTHER.get(SERVICE_MISMATCH if record.of_another else row.reason)) is not None:
                 raise ReplayRefused(f"dead letter {letter}: {why}")
             # The operation may be released, waiting for exactly this message.
             if record.status != "released" or not _is_wanted(connection, row, fields):

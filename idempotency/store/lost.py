@@ -14,6 +14,7 @@ from typing import Any
 from sqlalchemy import Connection, Row
 from sqlalchemy.exc import DBAPIError
 
+from ..reasons import FINGERPRINT_MISMATCH, SERVICE_MISMATCH
 from . import sweeps
 from .answers import error_text
 from .letters import insert_for_rows_sql
@@ -139,7 +140,7 @@ _OF_ANOTHER = f"(SELECT p.generation FROM idempotency.records p WHERE {_ITS_RECO
 _BY_ANOTHER = f"(SELECT {_FOREIGN} FROM idempotency.records p WHERE {_ITS_RECORD} LIMIT 1)"
 _REFUSAL = insert_for_rows_sql(
     "refused",
-    reason="CASE WHEN by_another THEN 'service_mismatch' ELSE 'fingerprint_mismatch' END",
+    reason=f"CASE WHEN by_another THEN '{SERVICE_MISMATCH}' ELSE '{FINGERPRINT_MISMATCH}' END",
     error="CASE WHEN by_another THEN %(other_service)s ELSE %(other_request)s END",
     attempts="0",
     generation="of_record",
@@ -222,8 +223,8 @@ SETTLE_ANY = Sweep(
 SELECT (SELECT count(*) FROM settled)""",
 )
 
-_OTHER_REQUEST = error_text("fingerprint_mismatch", "this idempotency key was used with other arguments")
-_OTHER_SERVICE = error_text("service_mismatch", "this idempotency key is used by another application")
+_OTHER_REQUEST = error_text(FINGERPRINT_MISMATCH, "this idempotency key was used with other arguments")
+_OTHER_SERVICE = error_text(SERVICE_MISMATCH, "this idempotency key is used by another application")
 
 
 def settle(connection: Connection) -> int:

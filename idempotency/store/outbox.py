@@ -20,6 +20,7 @@ from uuid import uuid4
 from sqlalchemy import Connection, Row
 from sqlalchemy.exc import DBAPIError
 
+from ..reasons import UNPUBLISHABLE
 from ..wire.keys import OperationId
 from ..wire.message import Message
 from . import sweeps
@@ -159,7 +160,7 @@ SET relayed_until = NULL, last_error = %(error)s, attempts = o.attempts + 1,
 {_AS_SENT}
 """
 
-_UNPUBLISHABLE = insert_for_rows_sql("failed", reason="'unpublishable'", error="last_error", attempts="attempts")
+_UNPUBLISHABLE = insert_for_rows_sql("failed", reason=f"'{UNPUBLISHABLE}'", error="last_error", attempts="attempts")
 _GIVE_UP = f"""
 WITH failed AS (
     UPDATE idempotency.outbox o

@@ -113,6 +113,9 @@ WHERE (service = %(service)s) IS NOT FALSE
 GROUP BY queue, task
 """
 
+# Of the server and this login, not of this connection: a standby, or one that was set to take none (a full disk, say).
+_TAKES_WRITES = "SELECT NOT pg_is_in_recovery() AND current_setting('default_transaction_read_only') = 'off'"
+
 # of a plain table, or of its partitions
 _PAGES = """
 SELECT ((pg_relation_size('idempotency.records') + coalesce(sum(pg_relation_size(inhrelid)), 0))
@@ -237,6 +240,7 @@ class Snapshot:
     sharers: Sequence[Row[Any]] = ()
     disabled_webhooks: Sequence[Row[Any]] = ()
     streams: Sequence[Row[Any]] = ()  # where each stream is, by partition
+    takes_writes: bool = True
     not_kept: int = 0  # operations that wait for the place of large results
     broker_answered: bool = False
 
@@ -295,6 +299,7 @@ def take_snapshot(connection: Connection, settings: Settings) -> Snapshot:
         found.oldest_released = max(row.oldest, found.oldest_released or 0.0)
         found.count(row.task, "released", row.operations)
         found.not_kept += row.not_kept
+    found.takes_writes = connection.exec_driver_sql(_TAKES_WRITES).scalar_one()
     found.outbox = connection.exec_driver_sql(_UNPUBLISHED, bound).one()
     found.letters = connection.exec_driver_sql(_OPEN_LETTERS, bound).all()
     seen = processes.processes(connection)

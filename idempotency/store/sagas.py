@@ -20,10 +20,6 @@ from .statements import execute
 
 # For a wait without a time-out. Not infinity, which Python's clock does not have.
 LONGEST_WAIT = "10 years"
-# Why a saga stops: its code does not fit what it has recorded, or it cannot be undone.
-MISMATCH, NOT_UNDONE, UNREADABLE = "saga_mismatch", "compensation_failed", "result_unreadable"
-# What a saga ends with that was undone for a doubt which is none any more.
-RESOLVED = "resolved"
 NOT_REACHED = "its processes died in every attempt before its code had come to all that is recorded"
 # Seconds until a saga whose code does not fit is tried again: a deploy may be half done. Doubled each time, up to the last.
 FIRST_PAUSE, LONGEST_PAUSE = 5.0, 300.0

@@ -7,10 +7,12 @@ cannot reach the webhook log, and leave the sending to those that can. At least 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from celery import Celery
+from sqlalchemy import Row
 from sqlalchemy.exc import DBAPIError
 
 from ..application import runtime_of
@@ -18,6 +20,18 @@ from ..attempt.runtime import Runtime
 from ..framework import framework
 from ..observe import metrics
 from ..observe.logs import log
+from ..reasons import (
+    ACCEPTED,
+    LARGE_RESULTS,
+    NO_CONSUMERS,
+    NO_RELAY,
+    SILENT,
+    STREAM_STOPPED,
+    STREAM_UNOWNED,
+    UNKNOWN_EFFECTS,
+    UNNAMED_ROWS,
+    WEBHOOK_DISABLED,
+)
 from ..settings import Settings
 from ..store import alarms as stored
 from ..store.overview import QueueState, Snapshot, monitoring_connection
@@ -26,6 +40,7 @@ from ..streams.declaring import TASK_PREFIX
 from ..text import one_line
 from . import overview
 from .alerts import ALARM_INTERVALS, can_send, post
+from .notices import Notice
 
 # Seconds between two checks, by whichever process. Well below the settings for alarms; a check costs Postgres up to half
 # a second with a long backlog.
@@ -34,91 +49,140 @@ WATCH = 15.0
 
 @dataclass(frozen=True, slots=True)
 class Alarm:
-    """What is wrong and what to do. `name` identifies the alarm while it lasts; `patience` is the delay until it is sent."""
+    """What is wrong and what to do. `name`, which begins with the kind, identifies it while it lasts; `patience` is the delay until it is sent.
+
+    `look` is the command to type first, without the program's name; `fields` are what the runbook's page names in capitals.
+    """
 
     name: str
     subject: str
     found: str
     advice: str
     patience: float = 0.0
+    look: str = "status"
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def kind(self) -> str:
+        """Which of `reasons.ALARMS`."""
+        return self.name.partition("/")[0]
+
+    def notice(self, service: str) -> Notice:
+        """What is posted besides the text."""
+        fields = {"alarm": self.name, "subject": self.subject, "found": self.found, **self.fields}
+        return Notice(self.kind, service, 1, f"{framework().command} {self.look}", fields=fields)
 
 
 def lasting(found: Snapshot, settings: Settings) -> list[Alarm]:
     """Everything that is wrong in a snapshot. Unknown is not wrong: an unavailable broker has not lost its consumers."""
-    alarms = [
-        Alarm(
-            f"silent/{process.kind}/{process.name}/{process.host}/{process.pid}",
-            f"{process.kind} {process.name}",
-            f"silent for {process.silent_seconds:.0f} s, pid {process.pid} on {process.host}",
-            f"check the process; if it is gone for good, run `{framework().command} forget`",
-        )
-        for process in found.processes
-        if process.silent_seconds > settings.alarm_silence
+    return [
+        *_of_processes(found, settings),
+        *_of_rows(found, settings),
+        *_of_queues(found, settings),
+        *_of_ends(found, settings),
+        *_of_streams(found, settings),
     ]
+
+
+def _of_processes(found: Snapshot, settings: Settings) -> Iterator[Alarm]:
+    command = framework().command
+    for process in found.processes:
+        if process.silent_seconds > settings.alarm_silence:
+            yield Alarm(
+                f"{SILENT}/{process.kind}/{process.name}/{process.host}/{process.pid}",
+                f"{process.kind} {process.name}",
+                f"silent for {process.silent_seconds:.0f} s, pid {process.pid} on {process.host}",
+                f"check the process; if it is gone for good, run `{command} forget`",
+                fields={
+                    **{name: getattr(process, name) for name in ("kind", "name", "host", "pid")},
+                    "start": _start(process),
+                },
+            )
+
+
+def _start(process: Row[Any]) -> str:
+    """How such a process is started, as a command line; what starts it in production is the deployment's."""
+    if process.kind == "relay":
+        return f"{framework().command} relay -A yourapp"
+    if process.kind == "stream":
+        return f"{framework().command} stream -A yourapp"
+    if process.kind == "worker":
+        return f"celery -A yourapp worker --hostname {process.name} --queues {','.join(process.queues)}"
+    return "celery -A yourapp beat"
+
+
+def _of_rows(found: Snapshot, settings: Settings) -> Iterator[Alarm]:
+    command, patience = framework().command, settings.alarm_unconsumed
     if found.outbox.unpublished and not found.has_relay(settings.alarm_silence):
         waiting = f"none is running; rows due: {found.outbox.unpublished:,}, for {max(found.outbox.oldest, 0.0):.0f} s"
-        alarms.append(
-            Alarm("no_relay", "relay", waiting, f"start `{framework().command} relay`", settings.alarm_unconsumed)
-        )
+        yield Alarm(NO_RELAY, "relay", waiting, f"start `{command} relay`", patience)
     for row in found.sharers:
         if row.due and row.service is None:
             waiting = f"{row.due:,}, of tasks that this application does not know"
-            advice = f"run a relay of the application that has them, or `{framework().command} cancel --without-task`"
-            alarms.append(Alarm("unnamed_rows", "rows without a service", waiting, advice, settings.alarm_unconsumed))
+            advice = f"run a relay of the application that has them, or `{command} cancel --without-task`"
+            yield Alarm(UNNAMED_ROWS, "rows without a service", waiting, advice, patience)
         elif (row.due or row.lease_over) and not row.has_relay:
             waiting = (
                 f"no relay of it is running; rows due: {row.due:,}, begun and without a holder: {row.lease_over:,}"
             )
-            advice = f"start its relay; if it has another name now, `{framework().command} rename-service`"
-            name = f"no_relay/{row.service}"
-            alarms.append(Alarm(name, f"application {row.service}", waiting, advice, settings.alarm_unconsumed))
+            advice = f"start its relay; if it has another name now, `{command} rename-service`"
+            fields = {"application": row.service}
+            name = f"{NO_RELAY}/{row.service}"
+            yield Alarm(name, f"application {row.service}", waiting, advice, patience, fields=fields)
+
+
+def _of_queues(found: Snapshot, settings: Settings) -> Iterator[Alarm]:
     alive = [each for each in found.processes if each.silent_seconds <= settings.alarm_silence]
     handled = {queue for each in alive if each.kind == "stream" for queue in each.queues}
     for name, queue in sorted(found.queues.items()):
-        work = f"{_number(queue, 'accepted')} accepted, {_number(queue, 'released')} released, {queue.ready} ready"
+        accepted, about, of_it = f"{_number(queue, 'accepted')} accepted", f"queue {name}", {"queue": name}
         if queue.consumers == 0 and queue.has_work and name not in handled:
+            idle = f"no consumers; {accepted}, {_number(queue, 'released')} released, {queue.ready} ready"
             advice = "start a worker for it"
             if name.startswith(TASK_PREFIX):  # no queue of the broker's, but what people have opened again of a stream
                 advice = f"start `{framework().command} stream`"
-            alarms.append(
-                Alarm(
-                    f"no_consumers/{name}", f"queue {name}", f"no consumers; {work}", advice, settings.alarm_unconsumed
-                )
-            )
+            yield Alarm(f"{NO_CONSUMERS}/{name}", about, idle, advice, settings.alarm_unconsumed, fields=of_it)
         if (age := queue.oldest_accepted_seconds) is not None and age > settings.alarm_accepted:
-            late = f"the oldest accepted operation has waited for {age:.0f} s; {_number(queue, 'accepted')} accepted"
-            alarms.append(Alarm(f"accepted/{name}", f"queue {name}", late, "check its workers and the relay"))
+            late = f"the oldest accepted operation has waited for {age:.0f} s; {accepted}"
+            yield Alarm(f"{ACCEPTED}/{name}", about, late, "check its workers and the relay", fields=of_it)
+
+
+def _of_ends(found: Snapshot, settings: Settings) -> Iterator[Alarm]:
+    command = framework().command
     if found.unknown_effects:
         operations = "1 operation" if found.unknown_effects == 1 else f"{found.unknown_effects} operations"
-        command = framework().command
-        waiting = f"{operations} ended as effect_unknown: {command} dead-letters list --error effect_unknown"
-        alarms.append(Alarm("unknown_effects", "effects", waiting, f"{command} effects resolve, then replay"))
+        look = "dead-letters list --error effect_unknown"
+        waiting = f"{operations} ended as effect_unknown: {command} {look}"
+        yield Alarm(UNKNOWN_EFFECTS, "effects", waiting, f"{command} effects resolve, then replay", look=look)
     if found.not_kept:
         operations = "1 operation waits" if found.not_kept == 1 else f"{found.not_kept:,} operations wait"
         waiting = f"{operations} for their place, which does not take a result"
-        advice = f"`{framework().command} doctor` says what it answers; nothing is lost, and they go on by themselves"
-        alarms.append(Alarm("large_results", "results not kept", waiting, advice, settings.alarm_unconsumed))
-    for row in found.streams:
-        name, subject = f"{row.consumer}/{row.topic}/{row.partition}", f"stream {row.consumer}"
-        if row.stopped is not None:
-            advice = "as it says; until then, nothing that comes after it is handled"
-            alarms.append(
-                Alarm(f"stream_stopped/{name}", subject, f"{row.topic}/{row.partition}: {row.stopped}", advice)
-            )
-        elif row.lag and (row.lease_left is None or row.lease_left < 0):
-            waiting = f"no process handles {row.topic}/{row.partition}; {row.lag:,} messages wait"
-            advice = f"start `{framework().command} stream`"
-            alarms.append(Alarm(f"stream_unowned/{name}", subject, waiting, advice, settings.alarm_unconsumed))
-    alarms += [
-        Alarm(
-            f"webhook_disabled/{row.id}",
+        look = "doctor --problems"
+        advice = f"`{command} doctor` says what it answers; nothing is lost, and they go on by themselves"
+        yield Alarm(LARGE_RESULTS, "results not kept", waiting, advice, settings.alarm_unconsumed, look)
+    for row in found.disabled_webhooks:
+        yield Alarm(
+            f"{WEBHOOK_DISABLED}/{row.id}",
             f"webhooks to {row.id}",
             f"disabled, {row.disabled_because}; tenant {row.tenant}",
-            f"ask the customer; then `{framework().command} webhooks enable`, or `disable` to accept it",
+            f"ask the customer; then `{command} webhooks enable`, or `disable` to accept it",
+            look="webhooks list",
+            fields={"endpoint": row.id},
         )
-        for row in found.disabled_webhooks
-    ]
-    return alarms
+
+
+def _of_streams(found: Snapshot, settings: Settings) -> Iterator[Alarm]:
+    for row in found.streams:
+        name, subject = f"{row.consumer}/{row.topic}/{row.partition}", f"stream {row.consumer}"
+        fields = {"stream": row.consumer, "topic": row.topic, "partition": row.partition}
+        if row.stopped is not None:
+            advice = "as it says; until then, nothing that comes after it is handled"
+            stopped = f"{row.topic}/{row.partition}: {row.stopped}"
+            yield Alarm(f"{STREAM_STOPPED}/{name}", subject, stopped, advice, look="stream status", fields=fields)
+        elif row.lag and (row.lease_left is None or row.lease_left < 0):
+            waiting = f"no process handles {row.topic}/{row.partition}; {row.lag:,} messages wait"
+            advice, patience = f"start `{framework().command} stream`", settings.alarm_unconsumed
+            yield Alarm(f"{STREAM_UNOWNED}/{name}", subject, waiting, advice, patience, "stream status", fields)
 
 
 def run_once(app: Celery) -> int:
@@ -141,7 +205,7 @@ def run_once(app: Celery) -> int:
             log.warning("alarms_unknown", error=type(error.orig).__name__)
         return 0
     alarms = {alarm.name: alarm for alarm in lasting(found, settings)}
-    unknown = [f"no_consumers/{name}" for name, queue in found.queues.items() if queue.consumers is None]
+    unknown = [f"{NO_CONSUMERS}/{name}" for name, queue in found.queues.items() if queue.consumers is None]
     patience = {name: alarm.patience for name, alarm in alarms.items()}
     repeat = settings.alert_interval * ALARM_INTERVALS
     # committed first: how long an alarm has lasted must not depend on the webhook
@@ -155,7 +219,8 @@ def run_once(app: Celery) -> int:
         logged = _log(runtime, due, repeat)
         over = [alarm.name for alarm in ended if alarm.sent_at is not None]
         if sends and (due or over):
-            if not post(runtime, _text(service, due, over)):
+            notices = [*(alarm.notice(service) for alarm in due), *(_over(service, name) for name in over)]
+            if not post(runtime, _text(service, due, over), notices):
                 connection.rollback()  # sent again at the next check
                 return 0
             stored.note_alarms_sent(connection, service, [alarm.name for alarm in due])
@@ -179,6 +244,11 @@ def _text(service: str, due: Iterable[Alarm], ended: Iterable[str]) -> str:
     lines = [f"{service}: {alarm.subject}: {alarm.found}" for alarm in due]
     lines += [f"{service}: over: {name}" for name in ended]
     return "\n".join(["Alarms", *map(one_line, lines)])  # names of queues and processes come from elsewhere
+
+
+def _over(service: str, name: str) -> Notice:
+    fields = {"alarm": name, "over": True}
+    return Notice(name.partition("/")[0], service, 0, f"{framework().command} status", fields=fields)
 
 
 def _number(queue: QueueState, name: str) -> str:

@@ -1,6 +1,6 @@
 """Alerts about new dead letters, outbox rows that can never be published, and rows that the broker keeps refusing.
 
-They go to the log and a metric, and as {"text": …} to a webhook if one is set: one per service and reason within
+They go to the log and a metric, and as {"text": …, "alerts": …} (`notices.py`) to a webhook if one is set: one per service and reason within
 `alert_interval` seconds, with a count. Log and webhook are told independently: a process without the webhook's address, or
 one that cannot reach it, logs, and leaves the sending to the others. Rows are marked after the alert was accepted, so an
 unavailable webhook gets it later, and perhaps twice. Any number of processes may run this.
@@ -11,22 +11,27 @@ from __future__ import annotations
 import json
 import time
 import urllib.request
+from collections.abc import Iterable, Iterator
 from functools import partial
 from http.client import HTTPException
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from celery import Celery
+from sqlalchemy import Connection
 
 from ..application import runtime_of
 from ..attempt.runtime import Runtime
+from ..framework import framework
 from ..observe import metrics
 from ..observe.logs import log
+from ..reasons import OPEN, OUTBOX_STUCK
 from ..settings import Settings
 from ..store import alarms as stored
 from ..store.alarms import News
 from ..store.outbox import STUCK
 from ..text import one_line
+from .notices import COUNTED, NAMED, Notice, at_stake
 
 # Alarms, such as the one about too many open letters, are repeated after this many intervals while they last.
 ALARM_INTERVALS = 60
@@ -58,7 +63,7 @@ def run_once(app: Celery) -> int:
         if not can_send(runtime):
             return len(found.letters) + len(found.rows)
         found = news(connection, settings.service, "webhook")
-        if not found or not post(runtime, _text(found, settings)):
+        if not found or not post(runtime, _text(found, settings), _notices(app, connection, found, settings)):
             return 0
         stored.note_told(connection, settings.service, "webhook", found)
     return len(found.letters) + len(found.rows)
@@ -69,17 +74,18 @@ def can_send(runtime: Runtime) -> bool:
     return runtime.settings.alert_webhook_url is not None and time.monotonic() >= _holds_off.get(runtime, 0.0)
 
 
-def post(runtime: Runtime, text: str) -> bool:
-    """Post a text to the webhook. Returns whether it was accepted; never raises or logs the address.
+def post(runtime: Runtime, text: str, notices: Iterable[Notice]) -> bool:
+    """Post a text, and what a program can read of it, to the webhook. Returns whether it was accepted; never raises or logs the address.
 
     If it was not, this process sends nothing for `alert_interval`, so that another one has its turn.
     """
     settings = runtime.settings
     assert settings.alert_webhook_url is not None
+    document = {"text": text, "alerts": [notice.document(settings) for notice in notices]}
     try:
         request = urllib.request.Request(  # noqa: S310  settings accept only http and https
             settings.alert_webhook_url.get_secret_value(),
-            data=json.dumps({"text": text}).encode(),
+            data=json.dumps(document).encode(),
             headers={"Content-Type": "application/json"},
         )
         with _OPENER.open(request, timeout=settings.alert_timeout):
@@ -96,11 +102,11 @@ def _log(found: News, settings: Settings) -> None:
         metrics.alerts.labels(service, reason).inc()
         log.error("alert", service=service, reason=reason, dead_letters=count)
     for service, count in found.crowded.items():
-        metrics.alerts.labels(service, "open").inc()
+        metrics.alerts.labels(service, OPEN).inc()
         log.error("alarm", service=service, open=count, limit=settings.alert_open_letters)
     if found.stuck:
-        metrics.alerts.labels(settings.service, "outbox_stuck").inc()
-        log.error("alert", service=settings.service, reason="outbox_stuck", rows=found.stuck)
+        metrics.alerts.labels(settings.service, OUTBOX_STUCK).inc()
+        log.error("alert", service=settings.service, reason=OUTBOX_STUCK, rows=found.stuck)
 
 
 def _text(found: News, settings: Settings) -> str:
@@ -116,6 +122,21 @@ def _text(found: News, settings: Settings) -> str:
             "still being retried"
         )
     return "\n".join(["Dead letters", *map(one_line, lines)])
+
+
+def _notices(app: Celery, connection: Connection, found: News, settings: Settings) -> Iterator[Notice]:
+    command, service = framework().command, settings.service
+    app.loader.import_default_modules()  # tasks say what is at stake
+    for (owner, reason), count in found.counts.most_common():
+        letters = found.ids.get(reason, [])
+        look = f"{command} dead-letters show {letters[0]}" if letters else f"{command} status"
+        stake = at_stake(app, stored.payloads(connection, letters[:COUNTED]))
+        yield Notice(reason, owner, count, look, letters[:NAMED], stake)
+    for owner, count in found.crowded.items():
+        yield Notice(OPEN, owner, count, f"{command} dead-letters list --by error --by type")
+    if found.stuck:
+        fields = {"queues": list(found.stuck_in), "queue": ",".join(found.stuck_in)}
+        yield Notice(OUTBOX_STUCK, service, found.stuck, f"{command} status", fields=fields)
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):

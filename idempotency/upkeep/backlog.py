@@ -58,6 +58,9 @@ class Backlog(Collector):
         up.add_metric([], 1)
         yield up
         yield GaugeMetricFamily(
+            "idempotency_database_writable", "Whether Postgres takes writes", float(found.takes_writes)
+        )
+        yield GaugeMetricFamily(
             "idempotency_broker_up", "Whether the broker answered this scrape in time", float(found.broker_answered)
         )
         yield GaugeMetricFamily(
@@ -68,8 +71,20 @@ class Backlog(Collector):
             "How long the oldest unpublished outbox row has been due",
             max(found.outbox.oldest or 0.0, 0.0),
         )
+        yield GaugeMetricFamily(
+            "idempotency_outbox_failed", "Outbox rows that can never be published", found.outbox.failed
+        )
+        yield GaugeMetricFamily(
+            "idempotency_results_not_kept", "Operations that wait for the place of large results", found.not_kept
+        )
+        yield GaugeMetricFamily(
+            "idempotency_webhooks_disabled",
+            "Endpoints of customers that were disabled because they accept nothing",
+            len(found.disabled_webhooks),
+        )
         yield from _queues(found)
         yield from _processes(found)
+        yield from _others(found)
         yield from _letters(found)
         yield from _streams(found)
 
@@ -92,6 +107,18 @@ def _processes(found: Snapshot) -> Iterator[Metric]:
     for process in found.processes:
         signs.add_metric([process.kind, process.name, process.host, str(process.pid)], process.silent_seconds)
     yield signs
+
+
+def _others(found: Snapshot) -> Iterator[Metric]:
+    due = GaugeMetricFamily(
+        "idempotency_due_without_relay",
+        "Rows that are due of other applications on these tables, no relay of which is running; '-': of none",
+        labels=["application"],
+    )
+    for row in found.sharers:
+        if row.service is None or not row.has_relay:
+            due.add_metric([row.service or "-"], row.due)
+    yield due
 
 
 def _letters(found: Snapshot) -> Iterator[Metric]:

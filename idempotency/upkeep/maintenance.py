@@ -22,6 +22,7 @@ from ..attempt.runtime import Runtime
 from ..errors import AttemptsExhausted, PermanentError
 from ..observe import metrics
 from ..observe.logs import log
+from ..reasons import ABANDONED, COMPENSATION_FAILED, SAGA_MISMATCH
 from ..settings import Settings
 from ..store import asleep, ends, letters, partitions, sagas, waiters, webhooks
 from ..store import purge as past
@@ -80,9 +81,9 @@ def _let_go(connection: Connection, settings: Settings, record: Row[Any], id: Op
     reason: str | None = None
     pause: float | None = 0.0
     if saga.status == sagas.COMPENSATING:
-        reason, pause = sagas.NOT_UNDONE, None
+        reason, pause = COMPENSATION_FAILED, None
     elif not saga.has_reached:
-        reason, pause, error = sagas.MISMATCH, sagas.LONGEST_PAUSE, error_text(sagas.MISMATCH, sagas.NOT_REACHED)
+        reason, pause, error = SAGA_MISMATCH, sagas.LONGEST_PAUSE, error_text(SAGA_MISMATCH, sagas.NOT_REACHED)
     if reason is not None:
         if saga.stopped not in (None, reason):
             letters.close(connection, id, saga.stopped)  # a person has seen to what had stopped it before
@@ -106,7 +107,7 @@ def _end_abandoned(runtime: Runtime, names: Mapping[str, Any]) -> int:
         record = past.lock_abandoned(connection, settings.service, names, retention=settings.retention_http)
         if record is None:
             return 0
-        error = NotDeclined("it was begun, and no client has asked for it again", "abandoned")
+        error = NotDeclined("it was begun, and no client has asked for it again", ABANDONED)
         claim, concluded = _with_letter(connection, settings, record, error, None)
         ends.cancel(connection, claim.id, concluded.end, fence=record.fence, retention=settings.retention_failed)
     return 1

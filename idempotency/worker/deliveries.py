@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from celery.utils.time import maybe_iso8601, maybe_make_aware
@@ -21,6 +21,20 @@ from ..wire.signing import claimed_at
 
 if TYPE_CHECKING:
     from .calls import KeyedTask
+
+
+@dataclass(frozen=True, slots=True)
+class Returned:
+    """Celery sees a value."""
+
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Raised:
+    """Celery sees an exception."""
+
+    error: BaseException
 
 
 def attempt_of(request: Any) -> Attempt | None:

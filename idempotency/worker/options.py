@@ -77,6 +77,7 @@ _NEEDED: dict[str, tuple[Any, str]] = {
     "batch": (Annotated[int, Strict(), Field(ge=1, le=1000)], "a whole number from 1 to 1000"),
     "batch_commit": (Literal["together", "each"], "'together' or 'each'"),
     "batch_wait": (_Seconds, "seconds above 0, as a number"),
+    "amount": (Annotated[str, Strict(), Field(min_length=1)] | None, "a template, the name of an argument, or None"),
     "moves_money": (Annotated[bool, Strict()], "True or False"),
     "max_attempts": (Annotated[int, Strict(), Field(ge=1)] | None, "a whole number from 1"),
     "retention_completed": (_Seconds | None, "seconds above 0, as a number"),

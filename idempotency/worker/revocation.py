@@ -21,8 +21,8 @@ from celery.worker import request
 
 from ..application import runtime_of
 from ..attempt import claim
-from ..attempt.last_look import REVOKED
 from ..observe.logs import log
+from ..reasons import REVOKED
 from ..store import claims, ends
 from ..store.answers import Claimed
 from ..wire.headers import MESSAGE_VERSION, REVOKED_HEADER, VERSION_HEADER, all_headers

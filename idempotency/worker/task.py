@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, TypeVar, cast
@@ -35,7 +34,6 @@ from ..application import runtime_of
 from ..attempt.attempt import Attempt
 from ..attempt.conclusions import OnFailed
 from ..attempt.endings import Ended, Finished, Release
-from ..attempt.last_look import REVOKED
 from ..attempt.policy import Policy
 from ..attempt.run import Outcome, run
 from ..errors import (
@@ -52,6 +50,7 @@ from ..handle import R_co
 from ..observe import metrics
 from ..observe.logs import log
 from ..providers import ProviderContract
+from ..reasons import REVOKED
 from ..store.answers import Busy, Completed, Failed, Foreign, Mismatch, Stale
 from ..store.statements import describe, leave_out_values
 from ..wire.delivery import Delivery
@@ -60,7 +59,16 @@ from . import following, hooks, parking
 from .batch import begin_prepared, note_end, prepared_for
 from .censored import hide_secrets
 from .control import ControlledTask, is_replacement
-from .deliveries import as_accepted, attempt_of, delivery_of, is_anothers, is_under_another, store_refusal
+from .deliveries import (
+    Raised,
+    Returned,
+    as_accepted,
+    attempt_of,
+    delivery_of,
+    is_anothers,
+    is_under_another,
+    store_refusal,
+)
 from .errbacks import run_as_errback
 from .options import check_values
 from .using import P
@@ -77,20 +85,6 @@ Refusal = FingerprintMismatch | ServiceMismatch
 KeptT = TypeVar("KeptT", Refusal, PermanentError)
 OnBusy = Literal["ack", "wait"]
 BatchCommit = Literal["together", "each"]
-
-
-@dataclass(frozen=True, slots=True)
-class Returned:
-    """Celery sees a value."""
-
-    value: Any
-
-
-@dataclass(frozen=True, slots=True)
-class Raised:
-    """Celery sees an exception."""
-
-    error: BaseException
 
 
 class IdempotentTask(ControlledTask[P, R_co]):
@@ -110,6 +104,7 @@ class IdempotentTask(ControlledTask[P, R_co]):
     batch           how many messages a worker claims at once (default 1): see docs/batches.md
     batch_commit    "together" (default): a batch runs in one transaction and commit; "each": each message in its own
     batch_wait      the longest that a message waits for others, in seconds (default 0.05)
+    amount          what is at stake in a call, for alerts: a template (`"{amount} {currency}"`) or the name of an argument
     moves_money     True: people change its operations only with a token that proves who they are
     retention_completed, retention_failed   override the settings, in seconds
     """
@@ -139,6 +134,7 @@ class IdempotentTask(ControlledTask[P, R_co]):
     batch_commit: ClassVar[BatchCommit] = "together"
     batch_wait: ClassVar[float] = 0.05
     moves_money: ClassVar[bool] = False
+    amount: ClassVar[str | None] = None
     retention_completed: ClassVar[float | None] = None
     retention_failed: ClassVar[float | None] = None
     # What Celery would do outside the attempt: see `hooks`.

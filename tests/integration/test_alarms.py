@@ -40,7 +40,7 @@ def sent(bank: Celery, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     lines: list[str] = []
     monkeypatch.setitem(bank.conf, "idempotency_alert_webhook_url", "https://alerts.bank.example/")
     close_runtime(bank)  # it was opened without
-    monkeypatch.setattr(alarms, "post", lambda _, text: lines.extend(text.splitlines()[1:]) or True)
+    monkeypatch.setattr(alarms, "post", lambda _, text, notices: lines.extend(text.splitlines()[1:]) or True)
     return lines
 
 

@@ -19,6 +19,7 @@ from idempotency.cli.root import cli
 from idempotency.letters import letter as letters
 from idempotency.letters.consumer import DeadLetterConsumer
 from idempotency.letters.storing import store
+from idempotency.reasons import OF_MESSAGES
 from idempotency.wire import limits
 from idempotency.wire.message import Message
 from tests.support import bank as b
@@ -83,7 +84,7 @@ def test_a_message_beyond_a_limit_is_one_short_letter_and_the_worker_lives(
             eventually(lambda number=number: consumer.run_once() or len(op.dead_letters(connection)) >= number)
             stored = op.dead_letters(connection)[-1]
             assert (stored.reason, worker.process.poll()) == ("beyond_limit", None)
-            assert json.loads(stored.last_error)["message"].startswith(f"{letters.EXPLANATIONS[stored.reason]}: {says}")
+            assert json.loads(stored.last_error)["message"].startswith(f"{OF_MESSAGES[stored.reason]}: {says}")
             assert says in worker.log, [line for line in worker.log.splitlines() if "refused" in line]
             assert len(stored.payload) + len(stored.headers) < 3 * letters.BODY_KEPT
             kept = json.loads(stored.headers)

@@ -179,6 +179,13 @@ def test_a_broker_that_never_answers_does_not_hold_up_a_scrape(
             assert gauges(url)["idempotency_broker_up",] == 0  # httpx waits as long as Prometheus would
 
 
+def test_the_endpoint_may_be_started_before_anything_has_counted(tmp_path: Path) -> None:
+    directory = tmp_path / "not" / "there yet"
+    with endpoint(directory) as url:
+        assert gauges(url) == {}
+    assert directory.is_dir()
+
+
 @pytest.mark.long
 def test_the_application_may_be_named_in_the_environment(
     bank: Celery, environment: dict[str, str], tmp_path: Path
@@ -194,8 +201,12 @@ def nothing_waits(queue: str) -> dict[tuple[str, ...], float]:
     names = ("accepted", "scheduled", "running", "lease_over", "released", "queue_ready", "queue_consumers")
     return {(f"idempotency_{name}", queue): 0.0 for name in names} | {
         ("idempotency_database_up",): 1,
+        ("idempotency_database_writable",): 1,
         ("idempotency_broker_up",): 1,
         ("idempotency_outbox_unpublished",): 0,
+        ("idempotency_outbox_failed",): 0,
+        ("idempotency_results_not_kept",): 0,
+        ("idempotency_webhooks_disabled",): 0,
         ("idempotency_outbox_oldest_seconds",): 0,
         ("idempotency_unknown_effects_open",): 0,
     }

@@ -15,6 +15,7 @@ class Receiver(ThreadingHTTPServer):
 
     def __init__(self) -> None:
         self.texts: list[str] = []
+        self.alerts: list[dict[str, Any]] = []
         self.status = 200
         self.silent = threading.Event()
         self.hold, self.asked = threading.Event(), threading.Event()
@@ -38,6 +39,7 @@ class _Handler(BaseHTTPRequestHandler):
         while self.server.hold.is_set():
             threading.Event().wait(0.02)
         self.server.texts.append(body["text"])
+        self.server.alerts += body["alerts"]
         self.send_response(self.server.status)
         self.send_header("Location", self.server.url)
         self.end_headers()

@@ -10,9 +10,9 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 FORBIDDEN = {
-    "idempotency": {"api", "tasks", "services", "sandbox", "demo", "tests", "celeryconfig"},
-    "tasks": {"api", "services", "sandbox", "demo", "tests"},
-    "api": {"services", "sandbox", "demo", "tests"},
+    "idempotency": {"api", "tasks", "services", "sandbox", "demo", "drill", "tests", "celeryconfig"},
+    "tasks": {"api", "services", "sandbox", "demo", "drill", "tests"},
+    "api": {"services", "sandbox", "demo", "drill", "tests"},
 }
 
 
@@ -49,6 +49,7 @@ def test_an_import_the_wrong_way_is_noticed_wherever_it_stands() -> None:
 LAYERS = (
     ("text", "environment", "hosts", "tls"),
     ("errors",),
+    ("reasons",),
     ("extras",),
     ("observe",),
     ("wire",),

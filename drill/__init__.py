@@ -1,0 +1,1 @@
+"""Incidents, one after the other, in a running system; a script that knows none of them ends each by its runbook."""
