@@ -285,10 +285,13 @@ class Consumer:
                 log.error("stream_letter_unreadable", stream=stream.name, key=row.key, error=describe(error))
                 continue
             # by other code than the message's: its key may be read otherwise now, and it would be another operation
-            if isinstance(prepared, Prepared) and prepared.delivery.id.key == row.key:
-                handle_alone(self._runtime, stream, self._policy, prepared, None)
-            else:
+            if not isinstance(prepared, Prepared) or prepared.delivery.id.key != row.key:
                 log.error("stream_letter_unreadable", stream=stream.name, key=row.key)
+                continue
+            try:
+                handle_alone(self._runtime, stream, self._policy, prepared, None)
+            except IdempotencyError as error:  # in doubt for long, or stored by newer code: the next look tries again
+                log.warning("stream_message_waits", stream=stream.name, error=str(error))
 
     def _count(self, counted_as: str, many: int = 1) -> None:
         if many:
