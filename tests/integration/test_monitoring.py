@@ -199,6 +199,12 @@ CAUSES: dict[str, Callable[[World], AbstractContextManager[None]]] = {
     "SetAside": lambda w: counts(w, "set_aside", 9, "purge"),
     "AlertsUnsent": lambda w: counts(w, "alerts_unsent", 9),
     "WebhooksFailing": lambda w: counts(w, "webhooks", 9, "timeout"),
+    "StreamStopped": lambda w: written(
+        w,
+        """INSERT INTO idempotency.stream_positions (service, consumer, topic, partition, fence, stopped)
+           VALUES ('bank', 's', 't', 0, 1, 'refused')""",
+        "DELETE FROM idempotency.stream_positions",
+    ),
     "WebhookDisabled": lambda w: written(
         w,
         """INSERT INTO idempotency.webhook_endpoints (id, tenant, service, url, events, status, disabled_because)
