@@ -187,7 +187,8 @@ _SAGA_ROWS = {
     "F6": ("R", "D", "R", "R,S"),
     "F8": ("R or R,S", "S or D,S", "R or R,S", "R,S"),
     "F9": ("–",) * 4,
-    "F12": ("R", "W", "R", "R or W"),
+    # of S1: whether the redelivery comes before Postgres is back
+    "F12": ("R", "W or D", "R", "R or W"),
     "F13": ("U", "–", "U", "U"),
     "F14": ("W or R", "–", "W or R", "–"),
     "F15": ("–",) * 4,
