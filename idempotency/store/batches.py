@@ -91,8 +91,10 @@ ORDER BY key
 ON CONFLICT (tenant, task, key) DO NOTHING
 RETURNING key
 """
-_COMPLETE_NEW_IN_PARTITIONS = _COMPLETE_NEW.replace(f"{CONFLICT} DO NOTHING\n", "").replace(
-    "ORDER BY key\n", f"ORDER BY {lock_of('%(tenant)s', '%(task)s', 'key')}\n"
+_COMPLETE_NEW_IN_PARTITIONS = (
+    _COMPLETE_NEW.replace(f"{CONFLICT} DO NOTHING\n", "")
+    .replace("\n)\nINSERT", _FREE)
+    .replace("FROM given\n-- in one", "FROM free\n-- in one")
 )
 
 # As of a single end: a holder that freezes before COMMIT is disconnected within half a lease, and the commit is flushed. The
