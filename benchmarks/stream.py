@@ -26,7 +26,7 @@ from idempotency.settings import Settings
 from idempotency.streams import Handling, kafka, stream
 from idempotency.streams.consumer import Consumer
 from idempotency.streams.declaring import Stream
-from idempotency.streams.kafka import KafkaReader
+from idempotency.streams.kafka_reader import KafkaReader
 from services.kafka import KafkaCluster
 
 INSERT = text("INSERT INTO jobs (job, number) VALUES (:job, :number)")

@@ -75,9 +75,9 @@ def run_streams(
 def make_reader(app: Celery, runtime: Runtime, stream: Stream, instance: str | None, holdings: Holdings) -> Reader:
     """Connect to the broker of a stream. Raises `BrokerUnavailable`, `SettingsError` and `MissingExtra`."""
     if isinstance(stream.source, KafkaTopics):
-        from .kafka import KafkaReader
+        from .kafka_reader import KafkaReader
 
         return KafkaReader(stream.source, holdings, instance=instance)
-    from .rabbitmq import RabbitReader  # kombu, which a consumer of Kafka does without
+    from .rabbitmq_reader import RabbitReader  # kombu, which a consumer of Kafka does without
 
     return RabbitReader(app, stream.source, holdings)

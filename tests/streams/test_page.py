@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from typing import Any
+from uuid import uuid4
 
 import amqp
 from kombu.utils.url import url_to_parts
@@ -18,20 +19,21 @@ from tests.support.streaming import Streaming
 
 
 def test_the_page_handles_what_is_published(rabbit: Streaming, monkeypatch: Any) -> None:
-    for name in ("BROKER_URL", "DATABASE_URL"):
-        monkeypatch.setenv(name, rabbit.environment[name])
+    for variable in ("BROKER_URL", "DATABASE_URL"):
+        monkeypatch.setenv(variable, rabbit.environment[variable])
+    name = f"orders-{uuid4().hex[:8]}"  # other tests have a queue of the page's name
     parts = url_to_parts(rabbit.environment["BROKER_URL"])
     host = f"{parts.hostname}:{parts.port}"
     with amqp.Connection(host, parts.username, parts.password, virtual_host=parts.path) as connection:
         channel = connection.channel()
-        channel.queue_declare("orders", durable=True, auto_delete=False, arguments={"x-queue-type": "stream"})
+        channel.queue_declare(name, durable=True, auto_delete=False, arguments={"x-queue-type": "stream"})
         for body in ('{"id": "o1"}', '{"id": "o2"}', '{"id": "o1"}'):
-            channel.basic_publish(amqp.Message(body), routing_key="orders")
+            channel.basic_publish(amqp.Message(body), routing_key=name)
         namespace: dict[str, Any] = {"__name__": "page"}
         (block,) = python_blocks("docs/streams.md")
-        exec(block, namespace)
+        exec(block.replace('"orders"', f'"{name}"'), namespace)
         app, stop = namespace["app"], threading.Event()
-        handled = {"orders": declared_streams()["orders"]}
+        handled = {name: declared_streams()[name]}
         thread = threading.Thread(target=run_streams, args=(app, handled, stop))
         thread.start()
         try:
@@ -39,7 +41,7 @@ def test_the_page_handles_what_is_published(rabbit: Streaming, monkeypatch: Any)
         finally:
             stop.set()
             thread.join(20)
-            channel.queue_delete("orders")
+            channel.queue_delete(name)
     assert rabbit.entries() == ["o1", "o2"]
     with runtime_of(app).engine.connect() as looking:
         keys = looking.execute(text("SELECT key FROM idempotency.records ORDER BY key")).scalars().all()

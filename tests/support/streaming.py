@@ -129,7 +129,7 @@ def commit_positions_apart() -> None:
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
-    ["tests.support.streaming", "idempotency.streams.kafka", "idempotency.streams.rabbitmq"]
+    ["tests.support.streaming", "idempotency.streams.kafka_reader", "idempotency.streams.rabbitmq_reader"]
 )
 
 

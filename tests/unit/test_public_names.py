@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 from importlib import resources
 
 import idempotency
@@ -64,3 +66,18 @@ def test_the_public_names_are_sorted_and_exist() -> None:
 
 def test_the_package_says_that_it_is_typed() -> None:
     assert resources.files(idempotency).joinpath("py.typed").is_file()
+
+
+def test_no_module_hides_a_public_name_once_it_is_imported() -> None:
+    """A submodule becomes an attribute of its package: imported later, it would replace a function of its name."""
+    packages = [each for each in pkgutil.walk_packages(idempotency.__path__, "idempotency.") if each.ispkg]
+    hidden = {
+        f"{each.name}.{module.name}"
+        for each in packages
+        if each.name != "idempotency.contrib.django.migrations"
+        for package in [importlib.import_module(each.name)]
+        for module in pkgutil.iter_modules(package.__path__)
+        if module.name in getattr(package, "__all__", ())
+    }
+    assert len(packages) > 10
+    assert hidden == set()
