@@ -5,6 +5,7 @@ The position moves in the commit that completes it. If that finds another owner,
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 from sqlalchemy.exc import DataError
@@ -39,7 +40,8 @@ def handle_alone(
 
     def body(attempt: Attempt) -> Any:
         nonlocal is_lost
-        result = stream.handler(Handling(attempt, prepared.message), prepared.event)
+        # as it came, also in a further round, and for `on_failed`, whatever this one makes of it
+        result = stream.handler(Handling(attempt, prepared.message), copy.deepcopy(prepared.event))
         crash_point("stream.run")
         if partition is not None and not _advanced(attempt, partition, prepared.message.offset + 1):
             is_lost = True

@@ -22,6 +22,7 @@ from ..observe.outages import Pauses, reason
 from ..store import dead_letters, streams
 from ..store.answers import Busy, Completed, Failed, Foreign, Mismatch
 from ..store.statements import describe, is_news
+from ..wire.keys import OperationId
 from .alone import handle_alone
 from .declaring import Stream
 from .holdings import Holdings
@@ -58,6 +59,8 @@ class Consumer:
         self._reader: Reader | None = None
         self._standbys = Standbys(runtime)
         self._reopened_at = 0.0
+        # Reopened operations that this code cannot run: other code may, after a restart.
+        self._unreadable: set[OperationId] = set()
         # Whose operations a person may have opened again, where this role sees those of one tenant at a time.
         self._tenants = {runtime.settings.tenant}
 
@@ -275,18 +278,24 @@ class Consumer:
         """Run operations whose dead letters were replayed, from what the letters have kept, beside their partitions' order."""
         stream, settings = self.stream, self._runtime.settings
         with self._runtime.autocommit(*self._tenants) as connection:
-            rows = streams.reopened(connection, settings.service, stream.task, stream.task, limit=REOPENED_LIMIT)
+            limit = REOPENED_LIMIT + len(self._unreadable)
+            rows = streams.reopened(connection, settings.service, stream.task, stream.task, limit=limit)
         for row in rows:
+            id = OperationId(row.tenant, stream.task, row.key)
             if self._stop.is_set():
                 return
+            if id in self._unreadable:
+                continue
             try:
                 prepared = prepare(stream, from_kept(row.headers or ""), settings)
             except ValueError as error:
                 log.error("stream_letter_unreadable", stream=stream.name, key=row.key, error=describe(error))
+                self._unreadable.add(id)
                 continue
-            # by other code than the message's: its key may be read otherwise now, and it would be another operation
-            if not isinstance(prepared, Prepared) or prepared.delivery.id.key != row.key:
+            # by other code than the message's: its key or tenant may be read otherwise now, and it would be another operation
+            if not isinstance(prepared, Prepared) or prepared.delivery.id != id:
                 log.error("stream_letter_unreadable", stream=stream.name, key=row.key)
+                self._unreadable.add(id)
                 continue
             try:
                 handle_alone(self._runtime, stream, self._policy, prepared, None)

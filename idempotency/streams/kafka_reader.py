@@ -100,6 +100,8 @@ class KafkaReader:
         # What the group has given to this process, whether or not the position could be taken.
         self._assigned: set[At] = set()
         self._paused: set[At] = set()
+        # Those whose position the broker does not have, until that is stored.
+        self._refused_at: set[At] = set()
         self._take_at = 0.0
         self._copy_at = 0.0
         self._to_copy: dict[At, int] = {}
@@ -176,6 +178,7 @@ class KafkaReader:
     def _leave(self, at: At) -> None:
         self._assigned.discard(at)
         self._paused.discard(at)
+        self._refused_at.discard(at)
         self._to_copy.pop(at, None)
         self._holdings.give_up(at)
 
@@ -184,6 +187,7 @@ class KafkaReader:
         at = partition.place.topic, partition.place.partition
         self._holdings.forget(at)
         self._to_copy.pop(at, None)
+        self._refused_at.discard(at)
         if at in self._assigned:
             self._pause(at)
             self._take_at = time.monotonic()
@@ -211,15 +215,18 @@ class KafkaReader:
         self._take_the_rest()
         for at in sorted(self._assigned):
             partition = self._holdings.get(at)
-            if partition is not None and not partition.stopped:
-                (self._pause if len(partition.at_hand) >= self._limit else self._resume)(at)
+            if partition is not None and len(partition.at_hand) >= self._limit:
+                self._pause(at)
+            elif partition is not None and not partition.stopped and at not in self._refused_at:
+                self._resume(at)
         try:
             first = self._consumer.poll(timeout)
             rest = [] if first is None else self._consumer.consume(self._batch, 0.0)
         except self._kafka.KafkaException as error:
             raise BrokerUnavailable(error.args[0].name()) from error
         for message in [] if first is None else [first, *rest]:
-            self._received(message)
+            self._received(message)  # of all of them, before anything is asked of Postgres
+        self._stop_refused()
         self._copy()
         if self._failed is not None:
             raise SettingsError(f"Kafka: {self._failed.str()}")
@@ -253,9 +260,16 @@ class KafkaReader:
             if partition.stopped is None:
                 partition.at_hand.clear()
                 self._pause(at)
-                self._holdings.stop(partition, self._overtaken(at, partition))
+                self._refused_at.add(at)
             return
         log.warning("stream_kafka_error", place=f"{at[0]}/{at[1]}", error=error.name())
+
+    def _stop_refused(self) -> None:
+        """Say why these go no further. The broker says it once; so what Postgres does not take now is said again."""
+        for at in sorted(self._refused_at):
+            if (partition := self._holdings.get(at)) is not None:
+                self._holdings.stop(partition, self._overtaken(at, partition))
+            self._refused_at.discard(at)
 
     def _overtaken(self, at: At, partition: Partition) -> str:
         try:

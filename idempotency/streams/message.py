@@ -93,7 +93,7 @@ def from_kept(headers: str) -> StreamMessage:
             [(name, _from_json(value)) for name, value in fields["headers"]],
             fields["timestamp"],
         )
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"no message of a stream: {type(error).__name__}") from None
 
 

@@ -78,34 +78,39 @@ def handle_together(
     """
     settings, tenant = runtime.settings, prepared[0].delivery.id.tenant
     until = time.monotonic() + settings.lease * SHARE_OF_LEASE
+    with runtime.transaction(tenant) as connection:
+        known = batches.known(connection, [each.delivery for each in prepared], service=settings.service)
+        done: dict[str, tuple[Prepared, str]] = {}
+        many = 0
+        with metrics.phase(stream.task, "body"):
+            for place, each in enumerate(prepared):
+                key = each.delivery.id.key
+                if known.get(key) is False:
+                    raise Left(place, by_nature=False)
+                if key not in known and key not in done:
+                    done[key] = each, _run(runtime, stream, policy, connection, place, each)
+                many = place + 1
+                if time.monotonic() > until:
+                    break
+        crash_point("stream.run")
+        with metrics.phase(stream.task, "commit"):
+            _record(runtime, policy, connection, done, prepared)
+            crash_point("stream.recorded")
+            position = prepared[many - 1].message.offset + 1
+            _advance(connection, partition, position, lease=settings.lease)
+        crash_point("stream.advanced")
+    crash_point("stream.committed")
+    return Committed(many, many - len(done), position)
+
+
+def _advance(connection: Connection, partition: Partition, to: int, *, lease: float) -> None:
+    """Move the position on. Raises `PartitionLost`: only this statement means that, and no constraint of the application's at COMMIT."""
     try:
-        with runtime.transaction(tenant) as connection:
-            known = batches.known(connection, [each.delivery for each in prepared], service=settings.service)
-            done: dict[str, tuple[Prepared, str]] = {}
-            many = 0
-            with metrics.phase(stream.task, "body"):
-                for place, each in enumerate(prepared):
-                    key = each.delivery.id.key
-                    if known.get(key) is False:
-                        raise Left(place, by_nature=False)
-                    if key not in known and key not in done:
-                        done[key] = each, _run(runtime, stream, policy, connection, place, each)
-                    many = place + 1
-                    if time.monotonic() > until:
-                        break
-            crash_point("stream.run")
-            with metrics.phase(stream.task, "commit"):
-                _record(runtime, policy, connection, done, prepared)
-                crash_point("stream.recorded")
-                position = prepared[many - 1].message.offset + 1
-                streams.advance(connection, partition.held, position, lease=settings.lease)
-            crash_point("stream.advanced")
+        streams.advance(connection, partition.held, to, lease=lease)
     except DataError as error:
         if getattr(driver_error(error), "sqlstate", None) != DIVISION_BY_ZERO:
             raise
         raise PartitionLost(f"{partition.place}: the position is another's") from None
-    crash_point("stream.committed")
-    return Committed(many, many - len(done), position)
 
 
 def _run(

@@ -9,9 +9,11 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from billiard.exceptions import SoftTimeLimitExceeded
 from celery import Task
 from celery.exceptions import Reject, Retry
 
@@ -112,7 +114,8 @@ def _published(
             Task.apply_async(task, copy.args, copy.kwargs, **{**copy.options, **shown(id)})
     except Exception as error:
         log.error("not_put_off", task=task.name, key=id.key, error=type(error).__name__)
-        time.sleep(REJECT_PAUSE)
+        with suppress(SoftTimeLimitExceeded):  # past it, Celery would acknowledge
+            time.sleep(REJECT_PAUSE)
         refused: BaseException = Reject("its copy was not published", requeue=True)
         return refused
     return None

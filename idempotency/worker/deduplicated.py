@@ -201,12 +201,18 @@ class DeduplicatedTask(Without, RetriedTask[P, R_co], Generic[P, R_co]):
             return cast(R_co, self.apply(args, kwargs, throw=True).get(disable_sync_subtasks=False))
         try:
             delivery = self._delivery()
-            seen = self._seen(delivery)
         except Exception as error:
             if request.is_eager:
                 raise
             log.exception("rejected", task=self.name, task_id=request.id)
             raise Reject(describe(error), requeue=False) from error
+        try:
+            seen = self._seen(delivery)
+        except Exception as error:
+            if request.is_eager:
+                raise
+            log.exception("not_decided", task=self.name, task_id=request.id)
+            seen = Later(PUT_BACK, describe(error))  # no defect of the message's, which may be claimed by now
         if isinstance(seen, Later):
             raise put_off(self, delivery, seen)
         if isinstance(seen, BaseException):

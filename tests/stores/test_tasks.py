@@ -13,6 +13,7 @@ from uuid import uuid4
 
 import kombu.pools
 import pytest
+from billiard.exceptions import SoftTimeLimitExceeded
 from celery import Celery
 from celery.exceptions import Ignore, Reject, Retry
 from pydantic import SecretStr
@@ -32,6 +33,7 @@ from idempotency import (
     SettingsError,
     installation,
 )
+from idempotency.attempt.heartbeat import Heartbeat
 from idempotency.store.answers import Claimed
 from idempotency.stores.store import Held, Store, StoreAway
 from idempotency.wire import keys
@@ -531,3 +533,34 @@ def test_an_address_that_is_none_is_refused_without_being_shown(shop: Celery) ->
     with pytest.raises(SettingsError, match="must begin with redis://") as refused:
         task.delay("a")
     assert "secret" not in str(refused.value)
+
+
+def test_a_soft_time_limit_while_a_refused_copy_pauses_leaves_the_message_in_its_queue(
+    shop: Celery, deliver: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Any other exception past the wrapper would be a failure to Celery, which it acknowledges."""
+    key = new_key()
+    monkeypatch.setattr(failing, "signature_from_request", lambda *args, **options: 1 / 0)  # the broker takes no copy
+
+    def signalled(seconds: float) -> None:
+        raise SoftTimeLimitExceeded  # as the worker's signal does, wherever it finds the task
+
+    monkeypatch.setattr("idempotency.worker.coming_again.time.sleep", signalled)
+    ended = deliver(failing, key, "value")
+    assert isinstance(ended.value, Reject)
+    assert ended.value.requeue
+
+
+def test_what_no_one_foresaw_after_a_claim_puts_the_message_off(
+    shop: Celery, deliver: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a limit of pids: the heartbeat's thread begins with the first claim, after it is made."""
+    key = new_key()
+
+    def hold(self: Heartbeat, holding: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(Heartbeat, "hold", hold)
+    ended = deliver(returning, 1, key=key)
+    assert isinstance(ended.value, Retry)
+    assert len(copies(shop)) == 1

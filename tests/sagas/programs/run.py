@@ -44,6 +44,8 @@ PERSON = Change("programs", "asked by the program")
 MOST_TURNS = 500
 # Seconds that what happens beside an attempt is given; after them it waits for a lock, and the attempt goes on.
 BESIDE = 0.15
+# Connections of one pass that may have been cut.
+CUTS = 4
 STUCK = 20.0
 # The number of an event that no wait may use.
 STALE = 9
@@ -235,9 +237,13 @@ class Stage:
         """The lease is over, although the attempt lives; all that is due then runs."""
         with self._lock:
             self._admin.execute(_EXPIRE)
-        try:
-            recover(app)
-        except OperationalError:  # its connection was cut meanwhile: the next pass
+        for _ in range(CUTS):
+            try:
+                recover(app)
+                break
+            except OperationalError:  # its connection was cut meanwhile: the next pass, which may meet another one
+                continue
+        else:
             recover(app)
         for _ in range(4):
             with self._lock:
