@@ -7,7 +7,7 @@ import logging
 import random
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -237,14 +237,7 @@ class Stage:
         """The lease is over, although the attempt lives; all that is due then runs."""
         with self._lock:
             self._admin.execute(_EXPIRE)
-        for _ in range(CUTS):
-            try:
-                recover(app)
-                break
-            except OperationalError:  # its connection was cut meanwhile: the next pass, which may meet another one
-                continue
-        else:
-            recover(app)
+        _recover()
         for _ in range(4):
             with self._lock:
                 due = self._admin.execute(_DUE).fetchone()
@@ -275,7 +268,7 @@ class Stage:
     def _rest(self) -> bool:
         """Nothing is due: whatever comes next happens. False: nothing is left."""
         if self._admin.execute(_EXPIRE).rowcount:
-            recover(app)
+            _recover()
             return True
         if self._admin.execute(_SOON).rowcount:
             return True
@@ -406,3 +399,12 @@ def opened(database_url: str) -> Iterator[psycopg.Connection[Any]]:
                 close_runtime(app)
     finally:
         logging.disable(before)
+
+
+def _recover() -> None:
+    """As a relay does: a connection that was cut meanwhile costs a pass, and the next one may meet another."""
+    for _ in range(CUTS):
+        with suppress(OperationalError):
+            recover(app)
+            return
+    recover(app)
