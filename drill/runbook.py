@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,7 +38,12 @@ class Line:
 
     def filled(self, values: dict[str, str]) -> str:
         """The command with its placeholders replaced, ready for a shell. Raises `KeyError` for one without a value."""
-        return _PLACEHOLDER.sub(lambda found: values[found[0]], self.command)
+        return _PLACEHOLDER.sub(lambda found: _quoted(found[0], values[found[0]]), self.command)
+
+
+def _quoted(name: str, value: str) -> str:
+    """A value as a shell takes it as one word: queues and processes are named elsewhere. These two stand for several words."""
+    return value if name in ("START", "OUTCOME") else shlex.quote(value)
 
 
 def section(text: str, name: str) -> str:

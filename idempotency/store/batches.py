@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from sqlalchemy import Connection
 
@@ -50,30 +51,21 @@ _CLAIM_NEW_IN_PARTITIONS = (
     .replace("FROM given\n-- an older", "FROM free\n-- an older")
 )
 
-# What a single claim answers for those: as there, by the record alone. OFFSET 0, because by the conditions together a plan that
-# is made while the table is small reads all that the application has completed.
-_COMPLETED = """
+# What there is of operations already, and what a single claim would answer for those that have been completed, by the record alone.
+# OFFSET 0, because by the conditions together a plan that is made while the table is small reads all that the application has
+# completed.
+_THERE = """
 WITH given AS MATERIALIZED (
     SELECT * FROM unnest(%(keys)b::text[], %(fingerprints)b::text[]) AS g(key, fingerprint)
 )
-SELECT given.key, known.result FROM given CROSS JOIN LATERAL (
-    SELECT * FROM idempotency.records r
-    WHERE r.tenant = %(tenant)s AND r.task = %(task)s AND r.key = given.key OFFSET 0
-) known
-WHERE known.status = 'completed' AND known.service = %(service)s AND known.fingerprint = given.fingerprint
-"""
-
-# What there is of these operations already, and whether that says that they have been completed.
-_KNOWN = """
-WITH given AS MATERIALIZED (
-    SELECT * FROM unnest(%(keys)b::text[], %(fingerprints)b::text[]) AS g(key, fingerprint)
-)
-SELECT given.key, known.status = 'completed' AND known.service = %(service)s AND known.fingerprint = given.fingerprint AS is_done
-FROM given CROSS JOIN LATERAL (
+SELECT given.key, {} FROM given CROSS JOIN LATERAL (
     SELECT * FROM idempotency.records r
     WHERE r.tenant = %(tenant)s AND r.task = %(task)s AND r.key = given.key OFFSET 0
 ) known
 """
+_IS_DONE = "known.status = 'completed' AND known.service = %(service)s AND known.fingerprint = given.fingerprint"
+_COMPLETED = _THERE.format("known.result") + f"WHERE {_IS_DONE}"
+_KNOWN = _THERE.format(f"{_IS_DONE} AS is_done")
 
 # Of operations that no one has claimed: what they are known by is committed with what they have done, in one version of the row.
 _COMPLETE_NEW = """
@@ -182,17 +174,10 @@ def claim_new(
 
 def completed(connection: Connection, deliveries: Sequence[Delivery], *, service: str) -> dict[str, Completed]:
     """The answers, by key, to those of these deliveries of one task and tenant whose operations have been completed."""
-    first = deliveries[0].id
     rows = execute(
         connection,
         _COMPLETED,
-        {
-            "tenant": first.tenant,
-            "task": first.task,
-            "service": service,
-            "keys": [each.id.key for each in deliveries],
-            "fingerprints": [each.fingerprint for each in deliveries],
-        },
+        _named(deliveries, service),
     ).fetchall()
     return {row.key: Completed(row.result) for row in rows}
 
@@ -225,17 +210,10 @@ def complete(
 
 def known(connection: Connection, deliveries: Sequence[Delivery], *, service: str) -> dict[str, bool]:
     """Those of these operations of one task and tenant that have a record, by key: whether it says that they have been completed."""
-    first = deliveries[0].id
     rows = execute(
         connection,
         _KNOWN,
-        {
-            "tenant": first.tenant,
-            "task": first.task,
-            "service": service,
-            "keys": [each.id.key for each in deliveries],
-            "fingerprints": [each.fingerprint for each in deliveries],
-        },
+        _named(deliveries, service),
     ).fetchall()
     return {row.key: bool(row.is_done) for row in rows}
 
@@ -255,22 +233,29 @@ def complete_new(
     Whoever has claimed another one's key since, or is about to commit, has it: it is not among them. `results` as text;
     `retention` and `lease` in seconds.
     """
-    first = deliveries[0]
     execute(connection, _SETTINGS, {"idle_ms": idle_ms(lease)})
     rows = execute(
         connection,
         fitting(connection, _COMPLETE_NEW, _COMPLETE_NEW_IN_PARTITIONS),
         {
-            "tenant": first.id.tenant,
-            "task": first.id.task,
-            "keys": [each.id.key for each in deliveries],
-            "fingerprints": [each.fingerprint for each in deliveries],
+            **_named(deliveries, service),
             "results": list(results),
-            "queue": first.queue,
-            "service": service,
+            "queue": deliveries[0].queue,
             "holder": holder,
             "retention": retention,
             "response_code": RESPONSE_COMPLETED,
         },
     ).fetchall()
     return {row.key for row in rows}
+
+
+def _named(deliveries: Sequence[Delivery], service: str) -> dict[str, Any]:
+    """The parameters that name these operations, of one task and tenant."""
+    first = deliveries[0].id
+    return {
+        "tenant": first.tenant,
+        "task": first.task,
+        "service": service,
+        "keys": [each.id.key for each in deliveries],
+        "fingerprints": [each.fingerprint for each in deliveries],
+    }

@@ -11,9 +11,18 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from sqlalchemy import Connection, Row
+from sqlalchemy.exc import DataError
 
+from ..errors import IdempotencyError
 from .record import SETTINGS, idle_ms
-from .statements import execute
+from .statements import driver_error, execute
+
+# SQLSTATE of an advance that has matched nothing.
+_DIVISION_BY_ZERO = "22012"
+
+
+class PartitionLost(IdempotencyError):
+    """The position is not where this process has read it: another one, or a person, has the partition."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,8 +210,16 @@ def begin(connection: Connection, held: Held, position: int) -> Held | None:
 
 
 def advance(connection: Connection, held: Held, to: int, *, lease: float) -> None:
-    """Move the position on, in the caller's transaction. Raises `DivisionByZero` if it is not where the owner has read it."""
-    execute(connection, _ADVANCE, _mine(held) | {"to": to, "lease": lease, "idle_ms": idle_ms(lease)})
+    """Move the position on, in the caller's transaction. Raises `PartitionLost` if it is not where the owner has read it.
+
+    Only this statement's error means that: a constraint of the application's at COMMIT may divide by zero, too.
+    """
+    try:
+        execute(connection, _ADVANCE, _mine(held) | {"to": to, "lease": lease, "idle_ms": idle_ms(lease)})
+    except DataError as error:
+        if getattr(driver_error(error), "sqlstate", None) != _DIVISION_BY_ZERO:
+            raise
+        raise PartitionLost(f"{held.place}: the position is another's") from None
 
 
 def pass_over(connection: Connection, held: Held, to: int, *, lease: float) -> bool:

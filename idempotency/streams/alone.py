@@ -8,8 +8,6 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from sqlalchemy.exc import DataError
-
 from ..attempt.attempt import Attempt
 from ..attempt.endings import Waiting
 from ..attempt.policy import Policy
@@ -17,12 +15,11 @@ from ..attempt.run import Outcome, run
 from ..attempt.runtime import Runtime
 from ..observe.crash_points import crash_point
 from ..store import streams
-from ..store.statements import driver_error
+from ..store.streams import PartitionLost
 from .declaring import Stream
 from .handling import Handling
 from .partition import Partition
 from .preparing import Prepared
-from .together import DIVISION_BY_ZERO, PartitionLost
 
 
 class _NotOwner(Waiting):
@@ -62,9 +59,7 @@ def _advanced(attempt: Attempt, partition: Partition, to: int) -> bool:
     lease = attempt.runtime.settings.lease
     try:
         attempt.writes.as_our_own(lambda c: streams.advance(c, partition.held, to, lease=lease))
-    except DataError as error:
-        if getattr(driver_error(error), "sqlstate", None) != DIVISION_BY_ZERO:
-            raise
+    except PartitionLost:
         return False
     crash_point("stream.advanced")
     return True

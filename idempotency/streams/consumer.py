@@ -22,6 +22,7 @@ from ..observe.outages import Pauses, reason
 from ..store import dead_letters, streams
 from ..store.answers import Busy, Completed, Failed, Foreign, Mismatch
 from ..store.statements import describe, is_news
+from ..store.streams import PartitionLost
 from ..wire.keys import OperationId
 from .alone import handle_alone
 from .declaring import Stream
@@ -32,7 +33,7 @@ from .preparing import Prepared, Refused, prepare, share
 from .reader import Reader
 from .refusing import refuse
 from .standby import Standbys
-from .together import Left, PartitionLost, handle_together
+from .together import Left, handle_together
 
 # Seconds that the loop waits for a first message, if there is nothing else to do.
 PATIENCE = 0.5

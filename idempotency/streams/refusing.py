@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from sqlalchemy import Connection
-from sqlalchemy.exc import DataError
 
 from ..attempt.runtime import Runtime
 from ..observe.logs import log
 from ..store import letters, streams
 from ..store.answers import error_text
 from ..store.letters import BrokerLetter
-from ..store.statements import driver_error
+from ..store.streams import PartitionLost
 from ..text import storable
 from ..wire.delivery import Delivery
 from .declaring import Stream
 from .message import VALUE_KEPT
 from .partition import Partition
 from .preparing import Refused
-from .together import DIVISION_BY_ZERO, PartitionLost
 
 # The letter's error, by its reason.
 EXPLANATIONS = {
@@ -47,22 +45,15 @@ def refuse(
     settings, to = runtime.settings, refused.message.offset + 1
     tenant = settings.tenant if delivery is None else delivery.id.tenant
     digest = refused.message.digest(partition.place)
-    try:
-        with runtime.transaction(tenant) as connection:
-            is_open = streams.has_open_letter(connection, digest)
-            if is_open is None:
-                letters.store_message(
-                    connection, _letter(runtime, stream, refused, digest, tenant, delivery, generation)
-                )
-            passes = goes_on or is_open is False
-            if passes:
-                streams.advance(connection, partition.held, to, lease=settings.lease)
-            elif is_open is None:
-                _check_owner(connection, partition)
-    except DataError as error:
-        if getattr(driver_error(error), "sqlstate", None) != DIVISION_BY_ZERO:
-            raise
-        raise PartitionLost(f"{partition.place}: the position is another's") from None
+    with runtime.transaction(tenant) as connection:
+        is_open = streams.has_open_letter(connection, digest)
+        if is_open is None:
+            letters.store_message(connection, _letter(runtime, stream, refused, digest, tenant, delivery, generation))
+        passes = goes_on or is_open is False
+        if passes:
+            streams.advance(connection, partition.held, to, lease=settings.lease)
+        elif is_open is None:
+            _check_owner(connection, partition)
     if is_open is None:
         log.warning(
             "stream_message_refused", stream=stream.name, place=partition.place, offset=to - 1, reason=refused.reason

@@ -12,30 +12,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sqlalchemy import Connection
-from sqlalchemy.exc import DataError
 
 from ..attempt.batch import BatchedAttempt, run_within
 from ..attempt.policy import Policy
 from ..attempt.runtime import Runtime
-from ..errors import IdempotencyError
 from ..observe import metrics
 from ..observe.crash_points import crash_point
 from ..store import batches, streams
 from ..store.answers import Claimed
-from ..store.statements import driver_error
 from .declaring import Stream
 from .handling import Handling
 from .partition import Partition
 from .preparing import Prepared
 
-# SQLSTATE of an advance that has matched nothing.
-DIVISION_BY_ZERO = "22012"
 # Of a lease, the part in which bodies that share a transaction are begun: then it is committed.
 SHARE_OF_LEASE = 1 / 3
-
-
-class PartitionLost(IdempotencyError):
-    """The position is not where this process has read it: another one, or a person, has the partition."""
 
 
 class Left(Exception):
@@ -97,20 +88,10 @@ def handle_together(
             _record(runtime, policy, connection, done, prepared)
             crash_point("stream.recorded")
             position = prepared[many - 1].message.offset + 1
-            _advance(connection, partition, position, lease=settings.lease)
+            streams.advance(connection, partition.held, position, lease=settings.lease)
         crash_point("stream.advanced")
     crash_point("stream.committed")
     return Committed(many, many - len(done), position)
-
-
-def _advance(connection: Connection, partition: Partition, to: int, *, lease: float) -> None:
-    """Move the position on. Raises `PartitionLost`: only this statement means that, and no constraint of the application's at COMMIT."""
-    try:
-        streams.advance(connection, partition.held, to, lease=lease)
-    except DataError as error:
-        if getattr(driver_error(error), "sqlstate", None) != DIVISION_BY_ZERO:
-            raise
-        raise PartitionLost(f"{partition.place}: the position is another's") from None
 
 
 def _run(

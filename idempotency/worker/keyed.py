@@ -43,6 +43,22 @@ class Keyed(TypedTask[P, R_co], Generic[P, R_co]):
     """A Celery task that is called under a key. Use `IdempotentTask` or `DeduplicatedTask`."""
 
     abstract = True
+    acks_late = True
+    reject_on_worker_lost = True
+    # True would end in an acknowledgement of what has not ended.
+    retry_on_worker_lost = False
+    # A hard limit that passes before the claim must not acknowledge.
+    acks_on_timeout = False
+    # An exception leaves the wrapper only after the record says failed.
+    acks_on_failure = True
+    if not hasattr(Task, "acks_on_timeout"):  # Celery 5.5 and 5.6 have one option for both
+        acks_on_failure_or_timeout = False
+    # Celery logs results and sends them to Flower; a result may hold what neither should show.
+    resultrepr_maxsize = 1
+    # What Celery would do outside the attempt: see `hooks`.
+    tracks_attempts: ClassVar[bool] = False
+    own_before_start: ClassVar[Any] = None
+    own_call: ClassVar[Any] = None
 
     key: ClassVar[str | KeyFunction | None] = None
     _key_function: ClassVar[KeyFunction | None] = None

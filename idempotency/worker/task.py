@@ -110,20 +110,8 @@ class IdempotentTask(ControlledTask[P, R_co]):
     """
 
     abstract = True
-    acks_late = True
-    reject_on_worker_lost = True
     # Celery's own would acknowledge a revoked message and leave its record open.
     Request = "idempotency.worker.revocation:Request"
-    # True would end in an acknowledgement without a dead letter.
-    retry_on_worker_lost = False
-    # A hard limit that passes before the claim must not acknowledge.
-    acks_on_timeout = False
-    # An exception leaves the wrapper only after the record says failed.
-    acks_on_failure = True
-    if not hasattr(Task, "acks_on_timeout"):  # Celery 5.5 and 5.6 have one option for both
-        acks_on_failure_or_timeout = False
-    # Celery logs results and sends them to Flower; a result may hold what neither should show.
-    resultrepr_maxsize = 1
 
     on_failed: ClassVar[OnFailed | None] = None
     permanent_errors: ClassVar[Sequence[type[BaseException]]] = ()
@@ -137,10 +125,6 @@ class IdempotentTask(ControlledTask[P, R_co]):
     amount: ClassVar[str | None] = None
     retention_completed: ClassVar[float | None] = None
     retention_failed: ClassVar[float | None] = None
-    # What Celery would do outside the attempt: see `hooks`.
-    tracks_attempts: ClassVar[bool] = False
-    own_before_start: ClassVar[Any] = None
-    own_call: ClassVar[Any] = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         if hooks.is_celerys_own(cls):  # made from `app.Task`, where that is ours: left as it is without us

@@ -6,7 +6,6 @@ import signal
 from collections import Counter
 
 import pytest
-from sqlalchemy.exc import DataError
 
 from idempotency.store import streams
 from idempotency.store.streams import Place
@@ -62,14 +61,14 @@ def test_a_former_owners_position_matches_nothing_even_if_nothing_else_is_in_its
         new = streams.take(connection, place, "two", lease=60.0, regardless=True)
         assert new is not None
         assert new.position == 5
-        with pytest.raises(DataError):
+        with pytest.raises(streams.PartitionLost):
             streams.advance(connection, old, 6, lease=60.0)
         assert not streams.pass_over(connection, old, 6, lease=60.0)
         assert streams.take_again(connection, old, lease=60.0) is None
         assert streams.renew(connection, "bank", "deposits", {old: None, new: 9}, lease=60.0) == {new}
         streams.release(connection, old)
         streams.advance(connection, new, 6, lease=60.0)
-        with pytest.raises(DataError):
+        with pytest.raises(streams.PartitionLost):
             streams.advance(connection, new, 7, lease=60.0)  # it has not read that it is at 6
         (row,) = streams.status(connection, "bank")
         assert (row.position, row.end_position, row.lag, row.owner) == (6, 9, 3, "two")

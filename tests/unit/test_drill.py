@@ -53,7 +53,7 @@ def test_commands_are_filled_with_the_alert_and_with_earlier_answers(tmp_path: P
         for started in answering.started:
             started.kill()
             started.wait()
-    assert "      $ echo k 1 shop.pay" in said
+    assert "      $ echo 'k 1' shop.pay" in said  # one word of a shell, whatever others have named
     assert "      ? echo EFFECT: no EFFECT" in said
     assert not any("never" in line for line in said)
 

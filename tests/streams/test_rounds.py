@@ -1,4 +1,4 @@
-"""What a second reader has proved, the other way round: events that are changed, errors at COMMIT, letters of other code, outages."""
+"""Events that an earlier round has changed, errors at COMMIT, letters of other code, and outages at a bad moment."""
 
 from __future__ import annotations
 
