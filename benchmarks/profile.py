@@ -35,6 +35,7 @@ Connect = Callable[[], AbstractContextManager[Connection]]
 
 # Of the attempts whose CPU is measured. Those of a trace cost more, and are not.
 ROUNDS, TRACED = 12, 200
+PYTHON = "Python"
 
 _numbers = itertools.count()
 
@@ -59,10 +60,12 @@ def main(attempts: Annotated[int, typer.Option(min=120, max=100_000)] = 4800) ->
         )
         ours: list[Connect] = [runtime.engine.connect, runtime.autocommit]
         plain: list[Connect] = [jobs.engine(os.getpid()).connect]
+        by_package: dict[str, Counter[str]] = {}
         for task, connects in ((jobs.plain, plain), (jobs.unique, ours)):
             _run(task, 50)  # connections, prepared statements, caches
             rounds = [_timed(task, attempts // ROUNDS) for _ in range(ROUNDS)]
             calls = _calls(task, TRACED)
+            by_package[task.name.rpartition(".")[2]] = calls
             with counted(connects) as trips:
                 commands = _commands(client)
                 _run(task, TRACED)
@@ -70,13 +73,18 @@ def main(attempts: Annotated[int, typer.Option(min=120, max=100_000)] = 4800) ->
             detail = ", ".join(f"{name} {count / TRACED:.1f}" for name, count in trips.items())
             table.add_row(
                 task.name.rpartition(".")[2],
-                f"{calls:.0f}",
+                f"{sum(calls.values()):.0f}",
                 f"{1e3 * min(cpu for cpu, _ in rounds):.2f}",
                 f"{1e3 * median(wall for _, wall in rounds):.2f}",
                 f"{sum(trips.values()) / TRACED:.1f} ({detail})",
                 f"{commands / TRACED:.1f}",
             )
         Console().print(table)
+        packages = Table("function calls of one attempt, in", *by_package)
+        for package, _ in sum(by_package.values(), Counter[str]()).most_common():
+            if any(calls[package] >= 1 for calls in by_package.values()):
+                packages.add_row(package, *(f"{calls[package]:.0f}" for calls in by_package.values()))
+        Console().print(packages)
         phases = Table("phase of ours", "wall ms")
         for name, seconds in _phases(jobs.unique.name).items():
             phases.add_row(name, f"{1e3 * seconds:.2f}")
@@ -92,11 +100,28 @@ def _timed(task: Any, attempts: int) -> tuple[float, float]:
     return (time.process_time() - cpu) / attempts, (time.perf_counter() - wall) / attempts
 
 
-def _calls(task: Any, attempts: int) -> float:
+def _calls(task: Any, attempts: int) -> Counter[str]:
+    """Calls of one attempt in each package. What Python itself offers is counted where it is called."""
     with cProfile.Profile() as profiled:
         _run(task, attempts)
-    total: int = pstats.Stats(profiled).total_calls  # type: ignore[attr-defined]
-    return total / attempts
+    calls: Counter[str] = Counter()
+    functions = pstats.Stats(profiled).stats  # type: ignore[attr-defined]
+    for (file, _, _), (_, number, _, _, callers) in functions.items():
+        if (package := _package(file)) != PYTHON:
+            calls[package] += number
+            continue
+        for (caller, _, _), (_, called, *_) in callers.items():
+            calls[_package(caller)] += called
+    return Counter({package: number / attempts for package, number in calls.items()})
+
+
+def _package(file: str) -> str:
+    """The package of a file, as a profile names it."""
+    if "site-packages/" in file:
+        return file.rpartition("site-packages/")[2].partition("/")[0]
+    if file.startswith("<sqlalchemy"):  # methods that it writes
+        return "sqlalchemy"
+    return next((name for name in ("idempotency", "benchmarks") if f"/{name}/" in file), PYTHON)
 
 
 def _run(task: Any, attempts: int) -> None:
