@@ -17,6 +17,7 @@ from kombu.exceptions import KombuError
 
 from ..errors import BrokerUnavailable
 from ..observe.logs import log
+from ..observe.outages import reason
 from ..queues import QuorumQueue, dead_letter_queues
 from ..tls import amqp_options
 
@@ -102,7 +103,7 @@ class BrokerChannel:
             yield
         except BROKER_ERRORS as error:
             self.close()
-            raise BrokerUnavailable(type(error).__name__) from error
+            raise BrokerUnavailable(reason(error)) from error
         except BaseException:
             self.close()
             raise

@@ -109,7 +109,7 @@ class DeadLetterConsumer:
                     log.warning("postgres_unavailable", error=reason(error))
             except BROKER_ERRORS as error:
                 self.close()
-                log.warning("broker_unavailable", error=type(error).__name__)
+                log.warning("broker_unavailable", error=reason(error))
             except Exception:  # an unexpected error must not end the thread
                 self.close()
                 log.exception("dead_letter_pass_failed")

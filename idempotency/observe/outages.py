@@ -16,6 +16,7 @@ FIRST_PAUSE, LONGEST_PAUSE = 1.0, 5.0
 
 # Servers' error messages are never shown, because some repeat the address. These are worth distinguishing.
 _PASSWORD, _NO_PASSWORD, _NAME = "wrong password", "the address has no password", "no such database or user"
+_RIGHT = "the user of the address has no right to this"
 _NO_TLS, _OTHER_HOST, _OTHER_AUTHORITY = (
     "no TLS between it and this process, or only TLS",
     "its certificate is for another host",
@@ -26,6 +27,7 @@ _REASONS = (
     (r"certificate verify failed|root certificate file", _OTHER_AUTHORITY),
     (r"no encryption|not support ssl|wrong version number|record layer|invalid response to ssl", _NO_TLS),
     (r"no password supplied", _NO_PASSWORD),
+    (r"access to .* refused for user", _RIGHT),  # RabbitMQ gives a wrong password the same code
     (
         r"password authentication failed|access_refused|wrongpass|invalid username-password|noauth|authentication",
         _PASSWORD,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 from uuid import uuid4
 
 import pytest
@@ -30,6 +31,7 @@ from idempotency.broker.channel import declare_queues
 from idempotency.checks.findings import Level
 from idempotency.checks.redis import check_redis
 from idempotency.letters.consumer import DeadLetterConsumer
+from idempotency.observe.outages import reason
 from idempotency.queues import dead_letter_queues
 from idempotency.relay.relay import Relay
 from idempotency.upkeep.overview import take_snapshot
@@ -266,6 +268,21 @@ def test_rabbitmq_refuses_what_a_user_does_not_need(bank: Celery, users: Users, 
             else:
                 allowed.append(what)
     assert allowed == []
+
+
+def test_a_wrong_password_and_a_missing_right_are_told_apart(bank: Celery, users: Users) -> None:
+    def refused_to(url: str) -> str:
+        with pytest.raises(AccessRefused) as refusal, bank.connection_for_write(url) as connection:
+            publishing("amq.topic")(connection.channel(), "")
+        return reason(refusal.value)
+
+    relay = users.url("relay")
+    assert refused_to(relay) == "the user of the address has no right to this"
+    wrong = urlsplit(relay)
+    assert (
+        refused_to(wrong._replace(netloc=f"{wrong.username}:no@{wrong.netloc.rpartition('@')[2]}").geturl())
+        == "wrong password"
+    )
 
 
 def copying(exchange: str, key: str, to: str) -> Try:
