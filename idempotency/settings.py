@@ -155,7 +155,8 @@ class Settings(BaseModel):
 
     # Whether spans of OpenTelemetry are made. Default: in a process that has set up a tracer provider before it first uses the
     # library. True: also where that comes later. Or a function that sets one up, or its name, "yourapp.telemetry:set_up": it is
-    # called once in each process that has something to trace, in a worker's pool after the fork.
+    # called once in each process that has something to trace, in a worker's pool after the fork. The provider that it returns is
+    # used, or else the global one.
     traces: Annotated[Callable[[], Any] | bool | None, BeforeValidator(values.traces)] = None
 
     # This application's name on all that it stores and sends. The same in all of its processes, and in no other

@@ -145,9 +145,9 @@ class Traces:
         with self._lock:
             if self._tracer is None:
                 set_up, self._set_up = self._set_up, None
-                if set_up is not None:
-                    self.safely(set_up, None)
-                self._tracer = self._api.get_tracer("idempotency", installed_version(), schema_url=SCHEMA)
+                returned = None if set_up is None else self.safely(set_up, None)
+                provider = returned if isinstance(returned, self._api.TracerProvider) else self._api.get_tracer_provider()
+                self._tracer = provider.get_tracer("idempotency", installed_version(), schema_url=SCHEMA)
             return self._tracer
 
     def entered(self, span: OtelSpan) -> Any:
