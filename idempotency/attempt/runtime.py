@@ -21,6 +21,7 @@ from sqlalchemy.pool import NullPool, StaticPool
 from .. import objects
 from ..observe import metrics, traces
 from ..observe.crash_points import crash_point
+from ..observe.traces import OURS
 from ..settings import Settings
 from ..store import connections
 from ..store.answers import Claimed, Renewal
@@ -141,7 +142,7 @@ class Runtime:
         """A span around a block, where tracing is on. The attributes are ours: `effect="capture"`."""
         if self.traces is None:
             return nullcontext()
-        return self.traces.span(name, attributes={f"idempotency.{each}": value for each, value in attributes.items()})
+        return self.traces.span(name, attributes={OURS + each: value for each, value in attributes.items()})
 
     @contextmanager
     def autocommit(self, *tenants: str) -> Iterator[Connection]:

@@ -29,6 +29,8 @@ PARENT_HEADER = "traceparent"
 STATE_HEADER = "tracestate"
 # Characters. A `traceparent` has 55, later versions may have some more; a `tracestate` that is longer may be left out.
 _LONGEST = {PARENT_HEADER: 128, STATE_HEADER: 512}
+# What the names of our own attributes begin with.
+OURS = "idempotency."
 # The release of OpenTelemetry's semantic conventions that names and attributes are of.
 SCHEMA = "https://opentelemetry.io/schemas/1.44.0"
 # What an attempt is ended with that goes on later: no error.
@@ -146,7 +148,9 @@ class Traces:
             if self._tracer is None:
                 set_up, self._set_up = self._set_up, None
                 returned = None if set_up is None else self.safely(set_up, None)
-                provider = returned if isinstance(returned, self._api.TracerProvider) else self._api.get_tracer_provider()
+                provider = (
+                    returned if isinstance(returned, self._api.TracerProvider) else self._api.get_tracer_provider()
+                )
                 self._tracer = provider.get_tracer("idempotency", installed_version(), schema_url=SCHEMA)
             return self._tracer
 

@@ -43,21 +43,25 @@ class Spans:
 
 def id_of(span: ReadableSpan) -> int:
     assert span.context is not None
-    return span.context.span_id
+    return int(span.context.span_id)
 
 
 def trace_of(span: ReadableSpan) -> int:
     assert span.context is not None
-    return span.context.trace_id
+    return int(span.context.trace_id)
 
 
 def parent_of(span: ReadableSpan) -> int | None:
     return None if span.parent is None else span.parent.span_id
 
 
+def attribute(span: ReadableSpan, name: str) -> Any:
+    return (span.attributes or {}).get(name)
+
+
 def said(span: ReadableSpan, name: str) -> Any:
     """One of our attributes."""
-    return (span.attributes or {}).get(f"idempotency.{name}")
+    return attribute(span, f"idempotency.{name}")
 
 
 def linked(span: ReadableSpan) -> list[tuple[int, str]]:
@@ -67,4 +71,6 @@ def linked(span: ReadableSpan) -> list[tuple[int, str]]:
 
 def tree(spans: list[ReadableSpan]) -> str:
     """Names of spans by their parents, for messages of failed tests."""
-    return json.dumps([[span.name, hex(id_of(span)), span.parent and hex(span.parent.span_id)] for span in spans], indent=1)
+    return json.dumps(
+        [[span.name, hex(id_of(span)), span.parent and hex(span.parent.span_id)] for span in spans], indent=1
+    )

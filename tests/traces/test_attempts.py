@@ -20,7 +20,7 @@ from tests.sagas.conftest import Stage
 from tests.support import bank as b
 from tests.support.deliveries import Deliveries
 from tests.support.operations import deaths, make_due
-from tests.support.spans import Spans, id_of, linked, parent_of, said, trace_of, tree
+from tests.support.spans import Spans, attribute, id_of, linked, parent_of, said, trace_of, tree
 from tests.support.tasks import Provider, lost, make_task, pay, write
 
 # What must never leave: a key, an argument, a result, an error's text.
@@ -47,10 +47,10 @@ def test_an_operation_is_one_trace_from_its_call_to_its_commit(stage: Stage, spa
         "completed",
         1,
     )
-    assert said(processed, "operation.id") == handle.task_id == enqueued.attributes["messaging.message.id"]
+    assert said(processed, "operation.id") == handle.task_id == attribute(enqueued, "messaging.message.id")
     assert said(processed, "fence") > 0
     assert (enqueued.kind.name, processed.kind.name) == ("PRODUCER", "CONSUMER")
-    assert processed.attributes["messaging.destination.name"] == queue(bank)
+    assert attribute(processed, "messaging.destination.name") == queue(bank)
 
 
 def test_a_call_without_a_trace_begins_one(stage: Stage, spans: Spans) -> None:
@@ -80,7 +80,7 @@ def test_each_attempt_is_a_child_of_the_call_and_linked_to_the_one_before(
         [(id_of(second), "earlier_attempt")],
     ]
     assert [said(span, "origin") for span in attempts] == [None, "retry", "retry"]
-    assert (first.attributes["error.type"], third.attributes["error.type"]) == ("ValueError", "ValueError")
+    assert (attribute(first, "error.type"), attribute(third, "error.type")) == ("ValueError", "ValueError")
     assert [len(spans.named(name)) for name in ("release", "fail")] == [2, 1]
 
 
@@ -116,7 +116,7 @@ def test_a_duplicate_is_linked_to_the_attempt_that_it_met(
     bank: Celery, deliveries: Deliveries, spans: Spans, engine: Engine
 ) -> None:
     """While that runs, and once it has ended; the duplicate may be of another trace."""
-    seen = []
+    seen: list[int] = []
 
     def body(self: Any) -> str:
         if not seen:
@@ -154,7 +154,7 @@ def test_effects_and_steps_are_spans_once(bank: Celery, deliveries: Deliveries, 
     assert [parent_of(span) for span in (step, first, again)] == [bodies[0], bodies[0], bodies[1]]
     assert parent_of(asked) == id_of(again)
     assert [said(span, "repeated") for span in (first, again)] == [False, True]
-    assert first.attributes["error.type"] == "ConnectionError"
+    assert attribute(first, "error.type") == "ConnectionError"
 
 
 def test_what_a_body_enqueues_is_a_child_of_its_attempt(stage: Stage, spans: Spans, bank: Celery) -> None:
@@ -165,7 +165,7 @@ def test_what_a_body_enqueues_is_a_child_of_its_attempt(stage: Stage, spans: Spa
     stage.enqueue(task, idempotency_key="k")
     stage.run()
     assert len({trace_of(span) for span in spans.all()}) == 1
-    outer, inner = spans.named(f"enqueue {queue(bank)}")
+    _, inner = spans.named(f"enqueue {queue(bank)}")
     assert parent_of(inner) == id_of(spans.named("body")[0])
 
 
@@ -193,7 +193,9 @@ def test_a_saga_and_what_it_calls_are_one_trace(stage: Stage, spans: Spans, bank
     assert [parent_of(span) for span in calls] == [id_of(spans.named("body")[0]), id_of(spans.named("body")[-3])]
 
 
-def test_what_comes_from_outside_is_put_into_the_trace_of_its_operation(stage: Stage, spans: Spans, bank: Celery) -> None:
+def test_what_comes_from_outside_is_put_into_the_trace_of_its_operation(
+    stage: Stage, spans: Spans, bank: Celery
+) -> None:
     stage.enqueue(b.deposit, "a1")
     stage.run()
     runtime, id = runtime_of(bank), OperationId("default", b.deposit.name, "a1")
@@ -286,10 +288,8 @@ def test_orphans_that_recovery_delivers_again_are_linked(
     assert (trace_of(recovered), said(recovered, "origin")) == (trace_of(first), "recover")
 
 
-def test_many_that_share_a_transaction_are_each_in_their_own_trace(
-    bank: Celery, spans: Spans, engine: Engine
-) -> None:
-    from tests.support import batched  # noqa: F401
+def test_many_that_share_a_transaction_are_each_in_their_own_trace(bank: Celery, spans: Spans, engine: Engine) -> None:
+    from tests.support import batched
 
     with Session(runtime_of(bank).engine) as session, session.begin():
         handles = [batched.post_entry.enqueue(session, account) for account in ("e1", "e2")]
@@ -297,7 +297,7 @@ def test_many_that_share_a_transaction_are_each_in_their_own_trace(
     assert [handle.status() for handle in handles] == ["completed"] * 2
     attempts = spans.named(f"process {queue(bank)}")
     assert [said(span, "outcome") for span in attempts] == ["completed"] * 2
-    assert [span.attributes["messaging.batch.message_count"] for span in attempts] == [2, 2]
+    assert [attribute(span, "messaging.batch.message_count") for span in attempts] == [2, 2]
     enqueued = spans.named(f"enqueue {queue(bank)}")
     assert {parent_of(span) for span in attempts} == {id_of(span) for span in enqueued}
     assert len({trace_of(span) for span in attempts}) == 2
