@@ -138,8 +138,9 @@ class Relay:
             crash_point("relay.confirmed")
             result.keep_order()
             self._mark(runtime, rows, result, lanes)
-            if runtime.traces is not None:
-                trace_published(runtime.traces, self._app, batch, result, (begun, time.time_ns()))
+            if (traces := runtime.traces) is not None:
+                times = begun, time.time_ns()
+                traces.safely(lambda: trace_published(traces, self._app, batch, result, times), None)
             crash_point("relay.marked")
         return Relayed(len(result.confirmed), len(result.refused), unavailable)
 

@@ -25,9 +25,10 @@ def trace_published(
         refused = result.refused.get(id)
         if id not in confirmed and refused is None:
             continue
-        queue = _queue(app, message)
+        # one that is refused may lack a route
+        queue = message.queue(app) if id in confirmed else ""
         traces.past(
-            f"publish {queue}",
+            f"publish {queue}".rstrip(),
             "client",
             message.headers,
             times,
@@ -42,10 +43,3 @@ def trace_published(
             },
             failed=None if refused is None else "refused",
         )
-
-
-def _queue(app: Celery, message: Message) -> str:
-    try:
-        return message.queue(app)
-    except (KeyError, AttributeError):  # a row that is refused for its route
-        return ""
