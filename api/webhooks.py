@@ -7,6 +7,7 @@ is committed, or was before; whatever else makes the provider send it again.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 from anyio import CapacityLimiter, to_thread
@@ -19,11 +20,15 @@ from sqlalchemy.orm import Session
 import celeryconfig
 from idempotency import Defer
 from idempotency.application import runtime_of
+from idempotency.attempt.runtime import Runtime
+from idempotency.attempt.tracing import in_trace_of
 from idempotency.http.fastapi import as_response
 from idempotency.http.problems import Refused, refused
+from idempotency.wire.keys import OperationId
 from tasks import app, settlement
 from tasks.gateway import GatewayError
 from tasks.outside import gateway
+from tasks.payments import capture_payment
 from tasks.reports import STANDARD, STRIPE, Malformed, Report, of_standard, of_stripe
 from tasks.signatures import NotSigned, check_standard, check_stripe
 
@@ -102,10 +107,23 @@ def _settled(report: Report) -> str:
         found = gateway.charge(report.charge_id)
         if found is not None:
             report = replace(report, tenant=found.tenant, payment_id=found.name)
-    with runtime_of(app).transaction(report.tenant) as connection, Session(connection) as session:
+    runtime = runtime_of(app)
+    with (
+        _in_trace_of_payment(runtime, report),
+        runtime.transaction(report.tenant) as connection,
+        Session(connection) as session,
+    ):
         outcome = settlement.settle(session, report)
         session.flush()
     return outcome
+
+
+def _in_trace_of_payment(runtime: Runtime, report: Report) -> AbstractContextManager[object]:
+    """A provider passes no trace on, so what it reports is put into that of the payment, now that its signature is valid."""
+    if report.payment_id is None:
+        return nullcontext()
+    id = OperationId(report.tenant, capture_payment.name, report.payment_id)
+    return in_trace_of(runtime, id, "payment webhook")
 
 
 def _may_be_ours(report: Report) -> bool:

@@ -150,6 +150,7 @@ def publish(
             )
     if exchange is not None:
         headers = {f"cloudEvents:{name}": value for name, value in attributes.items() if name != "datacontenttype"}
+        headers |= {} if runtime.traces is None else runtime.traces.current().headers()
         route = {"exchange": exchange, "routing_key": event_type, "mandatory": False}
         message = Message(headers, json.dumps(data), route, {"message_id": event_id})
         id = OperationId(tenant or settings.tenant, external_task(settings.service), event_id)

@@ -77,6 +77,17 @@ def engine(value: Any) -> Any:
     return value
 
 
+def traces(value: Any) -> Any:
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str) and value.lower() in ("true", "false"):
+        return value.lower() == "true"
+    function = _IMPORTED.validate_python(value)
+    if not callable(function):
+        raise ValueError("must be true, false, or a function that sets up a tracer provider, or its name")
+    return function
+
+
 def session(value: Any) -> Any:
     if not isinstance(value, sessionmaker) and not (isinstance(value, type) and issubclass(value, Session)):
         raise ValueError("must be a subclass of SQLAlchemy's Session, a sessionmaker, or the name of one")

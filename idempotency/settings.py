@@ -5,7 +5,7 @@ They are part of Celery's configuration, prefixed with `idempotency_`: `idempote
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Self
@@ -152,6 +152,12 @@ class Settings(BaseModel):
     oidc_audience: str | None = Field(None, min_length=1)
     oidc_keys: Annotated[str, AfterValidator(values.oidc_keys)] | None = None
     oidc_groups: str = Field("groups", min_length=1)
+
+    # Whether spans of OpenTelemetry are made. Default: in a process that has set up a tracer provider before it first uses the
+    # library. True: also where that comes later. Or a function that sets one up, or its name, "yourapp.telemetry:set_up": it is
+    # called once in each process that has something to trace, in a worker's pool after the fork. The provider that it returns is
+    # used, or else the global one.
+    traces: Annotated[Callable[[], Any] | bool | None, BeforeValidator(values.traces)] = None
 
     # This application's name on all that it stores and sends. The same in all of its processes, and in no other
     # application on the same database or broker; a queue has it in its name. Default: the Celery application's name.

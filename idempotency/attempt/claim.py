@@ -50,7 +50,7 @@ def claim(
     it, so this delivery may go. (Not if the operation is `only_asked` for: its caller asks again.) `again`: after a doubt,
     when the holder may be this attempt, whatever a hint says.
     """
-    with metrics.phase(delivery.id.task, "claim"):
+    with runtime.phase(delivery.id.task, "claim"):
         return _claim(runtime, delivery, token, patiently, again)
 
 

@@ -128,13 +128,14 @@ def effect(attempt: Attempt, call: Call) -> Any:
                 f"effect {call.name!r}: reconcile", call.reconcile, *call.args, **call.kwargs, doubt=None
             )
     attempt.calls[call.name] = call
-    return _perform(attempt, call, entry)
+    if entry is not None and entry["state"] == "done":
+        return results.from_text(entry["result"])
+    with attempt.runtime.traced("effect", effect=call.name, repeated=entry is not None):
+        return _perform(attempt, call, entry)
 
 
 def _perform(attempt: Attempt, call: Call, entry: Mapping[str, Any] | None) -> Any:
     repeated = False
-    if entry is not None and entry["state"] == "done":
-        return results.from_text(entry["result"])
     if entry is not None and (refusal := refusal_of(entry, attempt.claim.generation)) is not None:
         raise refusal  # the refused attempt died before it could end the operation
     if entry is not None and entry["state"] == "begun":
@@ -197,7 +198,8 @@ def ask(attempt: Attempt, call: Call, *, after: PermanentError | None = None) ->
     age = max(now - begun["begun_at"], 0.0)
     ended_for = None if begun["ended_at"] is None else max(now - begun["ended_at"], 0.0)
     reconcile, doubt = call.reconcile, EffectInDoubt(begun["key"], age, ended_for)
-    answer = _run(attempt, lambda: reconcile(*call.args, **call.kwargs, doubt=doubt))
+    with attempt.runtime.traced("reconcile", effect=call.name):
+        answer = _run(attempt, lambda: reconcile(*call.args, **call.kwargs, doubt=doubt))
     match answer:
         case Happened(result):
             return Happened(_record(attempt, call.name, result))

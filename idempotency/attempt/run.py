@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from billiard.exceptions import SoftTimeLimitExceeded
@@ -19,10 +20,10 @@ from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from ..errors import IdempotencyError, LeaseLost, OutcomeInDoubt
 from ..framework import framework
-from ..observe import metrics
 from ..observe.crash_points import crash_point
 from ..store.answers import Busy, Claimed, Completed, Failed, Foreign, Mismatch, Stale
 from ..wire.delivery import Delivery
+from . import tracing
 from .attempt import Attempt
 from .claim import Patience, at_once, claim
 from .endings import Ended, Ending, Fail, Finished, Release, Waiting, end_for
@@ -57,6 +58,20 @@ def run(
     claimed the operation under it. `claimed`: a batch has, and the first round uses that claim.
     """
     runtime.check_open()
+    rounds = partial(_rounds, runtime, delivery, policy, body, patiently, new_attempt, token, claimed)
+    return rounds() if runtime.traces is None else tracing.traced(runtime.traces, runtime, delivery, rounds)
+
+
+def _rounds(
+    runtime: Runtime,
+    delivery: Delivery,
+    policy: Policy,
+    body: Body,
+    patiently: Patience,
+    new_attempt: Callable[[Runtime, Claimed, Delivery, Policy], Attempt],
+    token: str | None,
+    claimed: Claimed | None,
+) -> Outcome:
     is_in_doubt, ending = token is not None, None
     token = token or secrets.token_hex(16)
     for _ in range(DOUBT_ROUNDS):
@@ -67,9 +82,11 @@ def run(
         attempt = new_attempt(runtime, answer, delivery, policy)
         delivery = attempt.delivery
         try:
+            if runtime.traces is not None:
+                tracing.note_attempt(runtime.traces, attempt)
             patiently(attempt.prepare)
             ending = _decided_before(ending, attempt) or _run_and_commit(attempt, body)
-            return ending.apply(attempt)
+            return ending.apply(attempt) if runtime.traces is None else tracing.applied(runtime.traces, ending, attempt)
         except Waiting:
             return Release(answer, 0.0, None, give_back=True)  # as it is recorded already
         except IN_DOUBT:
@@ -89,7 +106,7 @@ def _run_and_commit(attempt: Attempt, body: Body) -> Ending:
         crash_point("claimed")
         with framework().joined(lambda: attempt.session, ends=True):
             result = _run_body(attempt, body)
-            with metrics.phase(attempt.claim.id.task, "commit"):
+            with attempt.runtime.phase(attempt.claim.id.task, "commit"):
                 attempt.complete(result)
     except (LeaseLost, OutcomeInDoubt, Waiting):
         raise
@@ -102,7 +119,7 @@ def _run_body(attempt: Attempt, body: Body) -> Any:
     if (end := reason_to_end(attempt)) is not None:
         return take_last_look(attempt, body, end)
     crash_point("body.entered")
-    with metrics.phase(attempt.claim.id.task, "body"):
+    with attempt.runtime.phase(attempt.claim.id.task, "body"):
         return body(attempt)
 
 

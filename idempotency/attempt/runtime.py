@@ -9,7 +9,7 @@ import math
 import os
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import psycopg
@@ -19,8 +19,9 @@ from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 from sqlalchemy.pool import NullPool, StaticPool
 
 from .. import objects
-from ..observe import metrics
+from ..observe import metrics, traces
 from ..observe.crash_points import crash_point
+from ..observe.traces import OURS
 from ..settings import Settings
 from ..store import connections
 from ..store.answers import Claimed, Renewal
@@ -54,6 +55,8 @@ class Runtime:
         metrics.prepare()
         self.pid = os.getpid()
         self.settings = settings
+        # None: nothing is traced
+        self.traces = traces.begin(settings.traces)
         self.holder = process_identity()
         self.engine = connections.make_attempts_engine(self.settings)
         refuse_others_commits()
@@ -129,6 +132,17 @@ class Runtime:
     @property
     def _engines(self) -> tuple[Engine, ...]:
         return self.engine, self._autocommit_engine, self._heartbeat_engine
+
+    def phase(self, task: str, name: str) -> AbstractContextManager[object]:
+        """Time a phase of a delivery, and trace it where that is on."""
+        timed = metrics.phase(task, name)
+        return timed if self.traces is None else self.traces.phase(name, timed)
+
+    def traced(self, name: str, **attributes: str | int | bool) -> AbstractContextManager[object]:
+        """A span around a block, where tracing is on. The attributes are ours: `effect="capture"`."""
+        if self.traces is None:
+            return nullcontext()
+        return self.traces.span(name, attributes={OURS + each: value for each, value in attributes.items()})
 
     @contextmanager
     def autocommit(self, *tenants: str) -> Iterator[Connection]:

@@ -38,17 +38,18 @@ def step(
         "undo": None if undo is None else _undo_named(name, undo),
     }
     session = attempt.session
-    try:
-        result = fn(session, *args, **kwargs)
-        entry["result"] = entries.as_text(attempt, name, result)
-        session.flush()
-        lease = attempt.runtime.settings.lease
-        attempt.writes.in_session(lambda c: effects.record_step(c, attempt.claim, name, entry, lease=lease))
-    except BaseException:
-        session.rollback()
-        raise
-    crash_point("step.recorded")
-    attempt.writes.commit()
+    with attempt.runtime.traced("step", step=name):
+        try:
+            result = fn(session, *args, **kwargs)
+            entry["result"] = entries.as_text(attempt, name, result)
+            session.flush()
+            lease = attempt.runtime.settings.lease
+            attempt.writes.in_session(lambda c: effects.record_step(c, attempt.claim, name, entry, lease=lease))
+        except BaseException:
+            session.rollback()
+            raise
+        crash_point("step.recorded")
+        attempt.writes.commit()
     attempt.claim.effects[name] = entry
     crash_point("step.committed")
     attempt.writes.follow_up()

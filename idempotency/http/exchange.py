@@ -34,6 +34,7 @@ from ..errors import (
     Unfinished,
 )
 from ..observe.logs import log
+from ..observe.traces import trace_headers
 from ..reasons import HTTP_STATUS
 from ..store.answers import Completed
 from ..wire import results
@@ -99,7 +100,10 @@ class Exchange:
 
         Raises `SettingsError` and `ProgrammingError`, which sending again does not help.
         """
-        return self._asked(self._run)
+        if self._runtime.traces is None:
+            return self._asked(self._run)
+        # a span of ours belongs to the trace that the request is in
+        return self._context.copy().run(self._asked, self._run)
 
     def _run(self) -> Outcome | QuotaExceeded:
         settings, delivery = self._runtime.settings, self._delivery
@@ -123,7 +127,10 @@ class Exchange:
     @cached_property
     def _delivery(self) -> Delivery:
         fingerprint, *others = self._request.fingerprints(self.id.tenant)
-        return Delivery(self.id, fingerprint, {}, only_asked=True, also=others)
+        headers: dict[str, str] = {}
+        if self._runtime.traces is not None:
+            headers = trace_headers({name.decode(): value.decode("latin-1") for name, value in self._request.headers})
+        return Delivery(self.id, fingerprint, {}, headers=headers, only_asked=True, also=others)
 
     def _body(self, attempt: Attempt) -> dict[str, Any]:
         """Run the application, and say what its answer means."""
@@ -132,7 +139,8 @@ class Exchange:
         given, self.buffer = RequestAttempt(attempt, self._loop), Buffer(self._terms.spool_limit)
         self._ran = attempt, given, self.buffer
         # the context is that of the request: tracing and logging find what they keep there
-        self._loop.call_soon_threadsafe(self._start, given, self.buffer, context=self._context)
+        context = self._context if self._runtime.traces is None else copy_context()
+        self._loop.call_soon_threadsafe(self._start, given, self.buffer, context=context)
         given.serve(self._loop)
         assert self._task is not None
         self.error = asyncio.CancelledError() if self._task.cancelled() else self._task.exception()

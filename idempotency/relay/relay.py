@@ -10,6 +10,7 @@ the first unconfirmed one are published again after it.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import groupby, takewhile
@@ -34,6 +35,7 @@ from ..store.outbox import Lane
 from ..store.statements import is_news
 from ..wire.message import Message
 from ..worker.task import idempotent_tasks
+from .tracing import trace_published
 
 # Rows per pass: enough to pipeline confirms, few enough that a killed relay delays little.
 BATCH = 200
@@ -126,7 +128,7 @@ class Relay:
             except Exception as error:  # only this row is affected
                 why = str(error) if isinstance(error, ValueError) else type(error).__name__
                 result.refuse(row.message_id, Refusal(f"not a message: {why}"[:REFUSAL_LIMIT], own=True))
-        unavailable = False
+        unavailable, begun = False, time.time_ns()
         try:
             self.publisher.publish(batch, result)
         except BrokerUnavailable as error:
@@ -136,6 +138,9 @@ class Relay:
             crash_point("relay.confirmed")
             result.keep_order()
             self._mark(runtime, rows, result, lanes)
+            if (traces := runtime.traces) is not None:
+                times = begun, time.time_ns()
+                traces.safely(lambda: trace_published(traces, self._app, batch, result, times), None)
             crash_point("relay.marked")
         return Relayed(len(result.confirmed), len(result.refused), unavailable)
 

@@ -148,11 +148,15 @@ class SagaAttempt(Attempt):
             entries.refuse_coroutine(f"step {name!r}", fn)
         row = self.new_row("step", name, "done", given, checked(undo, args, kwargs))
         self.check_may_begin()
-        session = self.session
+        with self.runtime.traced("step", step=name):
+            self._take_step(row, self.session, fn, args, kwargs)
+        return results.from_text(row.result or "null")
+
+    def _take_step(self, row: Recorded, session: Any, fn: Callable[..., Any], args: Any, kwargs: Any) -> None:
         try:
             result = final_as_refusal(self.policy, fn, session, *args, **kwargs)
             self.raise_unrecorded()
-            row.result = entries.as_text(self, name, result)
+            row.result = entries.as_text(self, row.name, result)
             session.flush()
             self.record_with(row)
         except PermanentError as refusal:
@@ -167,7 +171,6 @@ class SagaAttempt(Attempt):
         self.journal.add(row)
         crash_point("step.committed")
         self.writes.follow_up()
-        return results.from_text(row.result)
 
     def _record_refusal(self, row: Recorded, refusal: PermanentError) -> None:
         """Record that a step has failed for good: the code may catch that, and has to get the same error the next time."""

@@ -24,8 +24,8 @@ from typing import Any
 from ..wire.keys import OperationId
 from .answers import Claimed
 
-# A whole record, without where it is. Not `*`: that means another result once the records are partitioned, and Postgres then refuses a
-# statement that it has prepared before.
+# A whole record, without where it is and what `traces` keeps there. Not `*`: that means another result once the records are
+# partitioned, and Postgres then refuses a statement that it has prepared before.
 COLUMNS = """tenant, task, key, status, generation, fence, token, attempts, duplicates, locked_until, locked_by, available_at, fingerprint,
     message, queue, effects, result, response_code, first_error, error, created_at, opened_at, updated_at, completed_at, expires_at,
     revoked_generation, error_code, kept_until, taken_over, spent_at, service, woken, erased_at"""

@@ -34,6 +34,7 @@ from .reader import Reader
 from .refusing import refuse
 from .standby import Standbys
 from .together import Left, handle_together
+from .tracing import handled
 
 # Seconds that the loop waits for a first message, if there is nothing else to do.
 PATIENCE = 0.5
@@ -166,7 +167,8 @@ class Consumer:
         self._tenants.add(prepared[0].delivery.id.tenant)
         first, last = prepared[0].message.offset, prepared[-1].message.offset
         try:
-            done = handle_together(self._runtime, self.stream, self._policy, partition, prepared)
+            with handled(self._runtime, self.stream, [each.message for each in prepared]):
+                done = handle_together(self._runtime, self.stream, self._policy, partition, prepared)
         except Left as left:
             begins = prepared[left.place].message.offset
             partition.alone = range(begins, (last if left.by_nature else begins) + 1)
@@ -191,7 +193,8 @@ class Consumer:
             return
         self._tenants.add(prepared.delivery.id.tenant)
         try:
-            outcome = handle_alone(self._runtime, self.stream, self._policy, prepared, partition)
+            with handled(self._runtime, self.stream, [prepared.message]):
+                outcome = handle_alone(self._runtime, self.stream, self._policy, prepared, partition)
         except (PartitionLost, DBAPIError, PoolTimeout):
             raise
         except IdempotencyError as error:  # in doubt for long, or stored by newer code

@@ -11,6 +11,7 @@ import hashlib
 import json
 import random
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import UTC, datetime
 from fnmatch import fnmatchcase
 from functools import partial
@@ -28,6 +29,7 @@ from ..events import subscribe
 from ..observe import metrics
 from ..observe.crash_points import crash_point
 from ..observe.logs import log
+from ..observe.traces import Span
 from ..providers import ProviderContract
 from ..store import webhooks as stored
 from ..wire.delivery import Operation
@@ -162,7 +164,10 @@ def _attempt(
             raise Throttled(BUSY_PAUSE * random.uniform(0.5, 1.5), "other attempts at this endpoint are under way")
         return {"given_up": begun.because}
     crash_point("webhook.recorded")
-    answer = sender.post(begun.url, signed(delivery_id, begun.body, begun.secrets, datetime.now(UTC)), begun.body)
+    with _post_span(runtime) as span:
+        answer = sender.post(begun.url, signed(delivery_id, begun.body, begun.secrets, datetime.now(UTC)), begun.body)
+        if span is not None:
+            _note_answer(span, answer, begun.number)
     crash_point("webhook.posted")
     with runtime.transaction(tenant) as connection:
         stored.end_attempt(
@@ -181,6 +186,24 @@ def _attempt(
     if begun.number >= ATTEMPTS:
         return {"given_up": stored.EXHAUSTED, "attempts": begun.number}
     raise Again(_pause(begun.number, answer), NotAccepted(f"attempt {begun.number} of {ATTEMPTS}: {answer}"))
+
+
+def _post_span(runtime: Runtime) -> AbstractContextManager[Span | None]:
+    """The span of a POST. Its address is a customer's and may have a secret in it, so the span does not say it.
+
+    Nor does the request have our trace: its receiver is a stranger.
+    """
+    if runtime.traces is None:
+        return nullcontext()
+    return runtime.traces.span("POST", "client", attributes={"http.request.method": "POST"})
+
+
+def _note_answer(span: Span, answer: Answer, number: int) -> None:
+    span.note({"http.request.resend_count": number - 1})
+    if answer.status is not None:
+        span.note({"http.response.status_code": answer.status})
+    if not answer.is_accepted:
+        span.fail(answer.failure or str(answer.status))
 
 
 def _pause(number: int, answer: Answer) -> float:

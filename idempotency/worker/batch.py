@@ -26,6 +26,7 @@ from ..application import runtime_of
 from ..attempt.batch import Answer, claim_together, give_back, run_together
 from ..attempt.policy import Policy
 from ..attempt.run import Outcome
+from ..attempt.tracing import BatchSpans
 from ..observe.logs import log
 from ..store.answers import Claimed
 from ..wire.delivery import Delivery
@@ -182,7 +183,12 @@ def _prepare(task: IdempotentTask[..., Any], calls: Sequence[tuple[dict[str, Any
         if task.batch_commit == "each":
             answers = claim_together(runtime, deliveries)
         else:
-            answers = run_together(runtime, deliveries, policy, partial(_run_body, task, contexts))
+            spans, finished = BatchSpans(runtime, deliveries, partial(_run_body, task, contexts)), list[int]()
+            try:
+                answers = run_together(runtime, deliveries, policy, spans.run)
+                finished = [place for place, answer in enumerate(answers) if answer.finished is not None]
+            finally:
+                spans.end(finished)
         for (delivery, _, request), answer in zip(members, answers, strict=True):
             request[PREPARED] = Prepared(delivery, answer)
 

@@ -24,7 +24,7 @@ from ..wire.delivery import Named
 from ..wire.headers import FINGERPRINT_HEADER, KEY_HEADER, TENANT_HEADER, senders_headers
 from ..wire.keys import OperationId
 from ..wire.message import Message
-from . import eager, following, publishing
+from . import eager, following, publishing, sending
 from .following import FOLLOWS
 from .keyed import Keyed, shown
 from .using import NEVER_DROPPED, CallOptions, P, Using, check_options, checked_delay
@@ -123,6 +123,8 @@ class KeyedTask(Keyed[P, R_co], Generic[P, R_co]):
         connection = in_transaction_of(session, runtime_of(self.app).home)
 
         def write(message: Message) -> None:
+            if span is not None:
+                sending.note_message(span, message, message.queue(self.app))
             with explained():
                 outbox.insert(
                     connection,
@@ -137,7 +139,9 @@ class KeyedTask(Keyed[P, R_co], Generic[P, R_co]):
                 )
 
         headers = {**own, **headers}
-        publishing.publish(self, args, kwargs, write, task_id=task_id, headers=headers, **shown(id), **options)
+        with sending.span_of(runtime_of(self.app), "enqueue", self.name, own) as span:
+            headers |= {} if span is None else span.headers()
+            publishing.publish(self, args, kwargs, write, task_id=task_id, headers=headers, **shown(id), **options)
         return Handle(self.app, id, task_id, headers[FINGERPRINT_HEADER])
 
     @_needs_session
@@ -177,7 +181,10 @@ class KeyedTask(Keyed[P, R_co], Generic[P, R_co]):
         try:
             if not follows:
                 following.check(self.app, (link, options.get("chain"), options.get("chord")), link_error)
-            return self._send(self._as_sent(args, kwargs), celerys, named, dict(options))
+            with sending.span_of(runtime_of(self.app), "send", self.name, options.get("headers") or {}) as span:
+                if span is not None:
+                    options["headers"] = {**(options.get("headers") or {}), **span.headers()}
+                return self._send(self._as_sent(args, kwargs), celerys, named, dict(options))
         except CallRefused as error:
             if not follows:
                 raise

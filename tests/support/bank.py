@@ -81,6 +81,7 @@ def configure(environment: dict[str, str]) -> None:
         # what is rejected ends at once, unless a test is about a deploy
         idempotency_unknown_task_grace=float(environment.get("UNKNOWN_TASK_GRACE", "0")),
         idempotency_message_secrets=environment.get("MESSAGE_SECRETS", ""),
+        idempotency_traces=environment.get("TRACES"),
         idempotency_sign_of_life=float(environment.get("SIGN_OF_LIFE", "10")),
     )
     app.amqp.flush_routes()

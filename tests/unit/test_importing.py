@@ -58,7 +58,7 @@ def test_importing_every_module_connects_and_makes_nothing(tmp_path: Path) -> No
 
 
 # What an extra brings, and what a process may never use. Each costs every process that imports it.
-HEAVY = ["alembic", "prometheus_client", "rich", "typer", "redis", "pydantic_settings", "structlog"]
+HEAVY = ["alembic", "prometheus_client", "rich", "typer", "redis", "pydantic_settings", "structlog", "opentelemetry"]
 
 
 def loaded(code: str, *names: str) -> list[str]:
