@@ -18,6 +18,7 @@ from idempotency.upkeep import maintenance
 from idempotency.wire.keys import OperationId
 from tests.sagas.conftest import Stage
 from tests.support import bank as b
+from tests.support import batched
 from tests.support.deliveries import Deliveries
 from tests.support.operations import deaths, make_due
 from tests.support.spans import Spans, attribute, id_of, linked, parent_of, said, trace_of, tree
@@ -289,8 +290,6 @@ def test_orphans_that_recovery_delivers_again_are_linked(
 
 
 def test_many_that_share_a_transaction_are_each_in_their_own_trace(bank: Celery, spans: Spans, engine: Engine) -> None:
-    from tests.support import batched
-
     with Session(runtime_of(bank).engine) as session, session.begin():
         handles = [batched.post_entry.enqueue(session, account) for account in ("e1", "e2")]
     run_batch(bank, batched.post_entry, engine)
