@@ -51,8 +51,8 @@ audit: .venv/ready .venv-audit/ready ## ask an advisory service about all pinned
 # What needs the library is written by .venv; what is built of it, by .venv-docs. A link that leads nowhere is an error.
 docs: .venv/ready .venv-docs/ready ## build the documentation as a site that works without a network: var/docs/site/index.html
 	@$(VENV)/python -m scripts.docs
-	@.venv-docs/bin/mkdocs build --quiet --strict $(ARGS)
-	@echo var/docs/site/index.html
+	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict $(ARGS)
+	@echo "var/docs/site/index.html; with its search: python -m http.server --bind 127.0.0.1 --directory var/docs/site"
 
 up: .venv/ready ## start Postgres, Redis and RabbitMQ for development; their data is kept
 	@$(VENV)/python -m services up

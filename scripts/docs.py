@@ -30,7 +30,7 @@ REFERENCE: dict[str, tuple[str, dict[str, tuple[str, ...]]]] = {
     "events-and-sagas": ("Events and sagas", {"idempotency.sagas": ()}),
     "http-and-webhooks": (
         "HTTP and webhooks",
-        {"idempotency.http": (), "idempotency.http.fastapi": ("Idempotent",), "idempotency.webhooks": ()},
+        {"idempotency.http": (), "idempotency.http.fastapi": ("as_response",), "idempotency.webhooks": ()},
     ),
     "streams": ("Streams", {"idempotency.streams": ()}),
     "queues-and-providers": (
@@ -127,7 +127,7 @@ def _helps(command: Any, name: str) -> Iterator[str]:
 
 def _row(option: Any) -> str:
     names = ", ".join(option.opts) if option.param_type_name == "option" else option.name.upper()
-    said = " ".join((getattr(option, "help", None) or "").split()).replace("|", "\\|")
+    said = re.sub(r"([|_*<\[`])", r"\\\1", " ".join((getattr(option, "help", None) or "").split()))
     return f"| `{names}`{' (required)' if option.required else ''} | {said} |"
 
 
