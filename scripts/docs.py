@@ -1,9 +1,9 @@
 """Put the pages of the site together for MkDocs, in var/docs/pages, and write llms.txt: `make docs`.
 
-    the repository's pages            as they are, in their places, with what they link to
-    reference/*.md                    which names are public, for mkdocstrings
-    reference/command-line.md         the commands' own help
-    llms.txt, llms-full.txt           the pages in the order of the navigation, for programs that read
+the repository's pages            as they are, in their places, with what they link to
+reference/*.md                    which names are public, for mkdocstrings
+reference/command-line.md         the commands' own help
+llms.txt, llms-full.txt           the pages in the order of the navigation, for programs that read
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import yaml
-from typer.main import get_command
+import yaml  # type: ignore[import-untyped]
 
 from idempotency.cli import root as commands
 
@@ -60,7 +59,12 @@ def main() -> None:
 
 def pages() -> list[str]:
     """The pages of the repository, by their paths from its root."""
-    found = [*ROOT.glob("[A-Z]*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/*/README.md"), ROOT / "tests/README.md"]
+    found = [
+        *ROOT.glob("[A-Z]*.md"),
+        *ROOT.glob("docs/**/*.md"),
+        *ROOT.glob("examples/*/README.md"),
+        ROOT / "tests/README.md",
+    ]
     return sorted(str(path.relative_to(ROOT)) for path in found)
 
 
@@ -90,7 +94,12 @@ def llms() -> str:
 
 def reference() -> Iterator[tuple[str, str]]:
     """The pages of the reference, by name: directives for mkdocstrings, and the help of the commands."""
-    lines = ["# Reference", "", "What is public, from the docstrings; [upgrades](../docs/upgrades.md) says what may change.", ""]
+    lines = [
+        "# Reference",
+        "",
+        "What is public, from the docstrings; [upgrades](../docs/upgrades.md) says what may change.",
+        "",
+    ]
     for name, (title, modules) in REFERENCE.items():
         lines.append(f"- [{title}]({name}.md)")
         parts = [f"# {title}"]

@@ -14,6 +14,9 @@ from mkdocs.structure.files import File
 
 _DIAGRAM = re.compile(r"^```mermaid\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
+# A paragraph whose first line is a name, a gap, and what it means.
+_OPTIONS = re.compile(r"<p>(\w+ {3,}\S[^\n]*\n.*?)</p>", re.DOTALL)
+
 
 def _picture(diagram: str) -> str:
     """The path of a diagram's picture, from the top of the site. Another diagram has another."""
@@ -38,6 +41,11 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> st
         return f"{picture}\n\n<details><summary>as text</summary><pre>{source}</pre></details>\n"
 
     return _DIAGRAM.sub(shown, markdown)
+
+
+def on_page_content(content: str, **_: Any) -> str:
+    """Keep the columns of a docstring's list of options."""
+    return _OPTIONS.sub(lambda found: f"<pre>{re.sub('</?(?:code|em)>', '', found[1])}</pre>", content)
 
 
 def on_post_build(*, config: Any) -> None:

@@ -51,7 +51,7 @@ def typed(shell: subprocess.Popen[str], lines: str) -> str:
     assert shell.stdout is not None
     shell.stdin.write(f"{lines}echo '{END_OF_BLOCK}'\n")
     shell.stdin.flush()
-    printed = []
+    printed: list[str] = []
     too_long = threading.Timer(LONGEST, os.killpg, [shell.pid, signal.SIGKILL])
     too_long.start()
     try:
