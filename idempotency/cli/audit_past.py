@@ -16,6 +16,7 @@ import typer
 
 from ..checks.tls import unverified_postgres
 from ..errors import IdempotencyError
+from ..framework import framework
 from ..past.conditions import read_conditions
 from ..past.duplicates import Duplicates, Question, find_duplicates
 from ..past.naming import read_key
@@ -91,7 +92,11 @@ def audit_past(
 ) -> None:
     """Find what has already happened twice in a table of yours. Reads only. Exit status 1 if there is any, 2 for an error."""
     try:
-        parameters = connect_parameters(database)
+        # in Django, its own database, unless another one is named
+        address = database or framework().database_url()
+        if not address:
+            raise IdempotencyError("--database: not given; name it there, or in DATABASE_URL")
+        parameters = connect_parameters(address)
         if not plain_text and (wrong := unverified_postgres(parameters)) is not None:
             raise IdempotencyError(f"--database: {wrong}, or pass --plain-text")
         if within is not None and at is None:
@@ -113,6 +118,8 @@ def audit_past(
                 answer = find_duplicates(connection, question)
     except IdempotencyError as error:
         errors.print(plain(f"idempotency: {error}"), markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(NO_ANSWER) from None
+    except KeyboardInterrupt:  # Postgres has been told to stop, too
         raise typer.Exit(NO_ANSWER) from None
     if as_json:
         print_json(_document(question, answer))

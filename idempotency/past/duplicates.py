@@ -1,8 +1,7 @@
 """Rows that name the same operation, counted and timed in one read-only transaction.
 
 The table is read twice: once to count its rows, and once to sort them by the key and the time, without a time to hash them.
-What is returned is totals and a few examples, whatever the size of the table. The search path is Postgres' own meanwhile,
-so no function or operator that somebody has made in the application's schemas is run instead of one of Postgres'.
+What is returned is totals and a few examples, whatever the size of the table.
 """
 
 from __future__ import annotations
@@ -94,7 +93,6 @@ class Question:
 
 def find_duplicates(connection: Connection[Any], question: Question) -> Duplicates:
     """Count the rows, then find the groups. In a transaction that has begun, and sees one state of the table throughout."""
-    connection.execute("SET LOCAL search_path = pg_catalog, pg_temp")
     connection.execute("SET LOCAL TimeZone = 'UTC'")  # days and texts of times do not depend on who asks
     rows, without_key, without_time = _one(connection, _counted(question), question)
     found = connection.execute(_grouped(question).encode(), question.parameters).fetchall()
@@ -109,7 +107,7 @@ def find_duplicates(connection: Connection[Any], question: Question) -> Duplicat
         amount=amount,
         differing=differing,
         unreadable=unreadable,
-        examples=[_group(row[5 + len(CLASSES) :], len(question.key)) for row in found if groups],
+        examples=[_group(row[5 + len(CLASSES) :], len(question.key)) for row in found if groups and question.limit],
     )
 
 

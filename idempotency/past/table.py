@@ -18,8 +18,8 @@ SELECT c.oid, n.nspname, c.relname, GREATEST(c.reltuples, 0)::bigint,
        has_schema_privilege(n.oid, 'USAGE'), c.relkind::text
 FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
 WHERE c.relkind::text = ANY(%(kinds)s)
-  AND (c.relname = %(name)s AND n.nspname = ANY(current_schemas(true)) OR n.nspname || '.' || c.relname = %(name)s)
-ORDER BY array_position(current_schemas(true), n.nspname) NULLS LAST
+  AND (c.relname = %(name)s AND n.nspname = ANY(%(path)s) OR n.nspname || '.' || c.relname = %(name)s)
+ORDER BY array_position(%(path)s::name[], n.nspname) NULLS LAST
 LIMIT 1
 """
 _OTHERS = """
@@ -101,8 +101,15 @@ def quoted(name: str) -> str:
 
 
 def find_table(connection: Connection[Any], name: str) -> Table:
-    """Find a table by its exact name, with or without its schema. Raises `IdempotencyError` with similar names, or the missing right."""
-    if (found := connection.execute(_TABLES, {"kinds": _KINDS, "name": name}).fetchone()) is None:
+    """Find a table by its exact name, with or without its schema, which is then one of the login's search path.
+
+    From then on the transaction's path is Postgres' own: no function or operator that somebody has made in the application's schemas
+    is run instead of one of Postgres'. Raises `IdempotencyError` with similar names, or the missing right.
+    """
+    row = connection.execute("SELECT pg_catalog.current_schemas(true)").fetchone()
+    connection.execute("SET LOCAL search_path = pg_catalog, pg_temp")
+    path = [] if row is None else row[0]
+    if (found := connection.execute(_TABLES, {"kinds": _KINDS, "name": name, "path": path}).fetchone()) is None:
         others = connection.execute(_OTHERS, {"kinds": _KINDS}).fetchall()
         known = {shown: full for plain, full in others for shown in (plain, full)}
         raise IdempotencyError(f"--table: there is no table {name!r}{_near(name, known, known)}")

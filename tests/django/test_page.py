@@ -36,6 +36,8 @@ def test_the_settings_of_the_page_are_those_of_the_example() -> None:
 def test_the_code_of_the_page_runs(manage: Manage) -> None:
     manage("after", "migrate", "--verbosity", "0")
     (typed,) = [block.text for block in every_block("docs/types.md") if block.language == "python django"]
-    script = "\n".join([*blocks("python"), RUN_TESTS, f"exec({typed!r}, {{'__name__': 'page'}})", "print('all of it ran')"])
+    script = "\n".join(
+        [*blocks("python"), RUN_TESTS, f"exec({typed!r}, {{'__name__': 'page'}})", "print('all of it ran')"]
+    )
     # in one piece: the shell would end a function at its first empty line
     assert "all of it ran" in manage("after", "shell", stdin=f"exec({script!r})\n"), sys.version

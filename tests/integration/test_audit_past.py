@@ -11,6 +11,7 @@ import pytest
 from sqlalchemy import Engine, make_url, text
 
 from idempotency.cli import audit_past
+from idempotency.framework import Framework
 from idempotency.past import reading
 from tests.support.commands import Answer, Run, runner
 from tests.support.documents import ROOT, blocks
@@ -140,6 +141,38 @@ def test_any_name_of_a_table_and_a_column_is_only_a_name(past: Run, paid: None, 
         assert (found["groups"], found["examples"][0]["key"]) == (1, {name: "a"})
         assert asked(past, "--table", f"{name}.{name}", "--key", name, "--amount", name)["unreadable"] == 2
     assert asked(past, "--table", "paid", "--key", "id")["groups"] == 0, "the other table is there"
+
+
+def test_types_of_the_application_are_compared_as_they_are(past: Run, engine: Engine) -> None:
+    with engine.connect() as connection:
+        connection.exec_driver_sql(
+            "CREATE SCHEMA shop; CREATE TYPE shop.\"a mood\" AS ENUM ('glad', 'sad'); CREATE TYPE shop.pair AS (a int, b int);"
+            'CREATE TABLE shop.guests (feels shop."a mood", has shop.pair, n int);'
+            "INSERT INTO shop.guests VALUES ('glad', (1, 2), 1), ('glad', (1, 2), 2), ('sad', (1, 3), 3)"
+        )
+    asks = ("--table", "shop.guests", "--key", "feels,has")
+    assert asked(past, *asks, "--where", "feels=glad")["rows"] == 2
+    assert asked(past, *asks)["examples"][0]["key"] == {"feels": "glad", "has": "(1,2)"}
+    assert "--where: the value for feels is none of type" in refused(past, *asks, "--where", "feels=angry")
+    assert "whose comparisons are not Postgres' own" in refused(past, *asks, "--where", "has=(1,2)")
+
+
+def test_without_examples_the_totals_are_there(past: Run, paid: None) -> None:
+    found = asked(past, "--table", "paid", "--key", "order_id", "--limit", 0)
+    assert (found["groups"], found["copies"], found["examples"]) == (3, 4, [])
+    assert past("--table", "paid", "--key", "order_id", "--limit", 0).status == 1
+
+
+def test_the_address_may_be_that_of_the_environment_or_the_framework(
+    paid: None, database: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = runner(monkeypatch, capsys)
+    monkeypatch.setattr(Framework, "database_url", lambda self: database)
+    assert run("audit-past", "--table", "paid", "--key", "order_id").status == 1
+    monkeypatch.undo()
+    run = runner(monkeypatch, capsys)
+    monkeypatch.setenv("DATABASE_URL", database.replace("+psycopg", ""))
+    assert run("audit-past", "--table", "paid", "--key", "order_id").status == 1
 
 
 def test_times_without_a_zone_and_days_are_taken_as_they_are(past: Run, engine: Engine) -> None:
@@ -307,7 +340,7 @@ def test_what_takes_long_gives_signs_of_life(
     [
         ("mysql://u:hidden@127.0.0.1/x", "must be an address like"),
         ("nothing", "must be an address like"),
-        ("", "must be an address like"),
+        ("", "--database: not given"),
         ("postgresql://u:hidden@127.0.0.1:1/x", "--database: connection refused"),
         ("postgresql://u:hidden@db.example/x", "plain text off this machine; add sslmode=verify-full"),
     ],
