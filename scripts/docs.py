@@ -40,7 +40,7 @@ REFERENCE: dict[str, tuple[str, dict[str, tuple[str, ...]]]] = {
     "testing": ("Testing", {"idempotency.testing": ()}),
 }
 _LINK = re.compile(r"\]\(([^)#:\s]+)(#[^)]*)?\)")
-_STYLE = "img.diagram { background: white; max-width: 100%; }\n"
+_STYLE = "img.diagram { background: white; max-width: 100%; }\n.md-typeset td code { word-break: normal; }\n"
 
 
 def main() -> None:

@@ -37,7 +37,10 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> st
 
     def shown(found: re.Match[str]) -> str:
         source = html.escape(found[1])
-        picture = f'<img class="diagram" alt="a diagram, whose source is below" src="{up}{_picture(found[1])}">'
+        address = f"{up}{_picture(found[1])}"
+        picture = (
+            f'<a href="{address}"><img class="diagram" alt="a diagram, whose source is below" src="{address}"></a>'
+        )
         return f"{picture}\n\n<details><summary>as text</summary><pre>{source}</pre></details>\n"
 
     return _DIAGRAM.sub(shown, markdown)

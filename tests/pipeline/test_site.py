@@ -73,6 +73,10 @@ def test_the_site_is_built_strictly_and_loads_nothing_from_elsewhere() -> None:
     ] == []
     assert "pictures/" in (SITE / "docs" / "protocol.html").read_text()
     assert list((SITE / "pictures").glob("*.svg"))
+    linked = [path.read_text() for end in ("svg", "css") for path in SITE.rglob(f"*.{end}")]
+    assert [
+        found for text in linked for found in re.findall(r"(?:url\(|href=)[\"']?https?:[^\"')]*|@import[^;]*", text)
+    ] == []
     for _, _, named in docs.navigation():
         assert (SITE / named).is_file(), f"llms.txt leads to {named}"
     assert (SITE / "llms.txt").read_text() == docs.llms()

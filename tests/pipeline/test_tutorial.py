@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,7 +29,7 @@ END_OF_BLOCK = "--- the end of a block"
 def shell(servers: services.Services, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     """A shell in an empty directory, with what the page says is needed."""
     search = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    environment = {"PATH": search, "HOME": str(tmp_path), "TMPDIR": os.environ.get("TMPDIR", "/tmp")}
+    environment = {"PATH": search, "HOME": str(tmp_path), "TMPDIR": tempfile.gettempdir()}
     name = f"tutorial_{uuid4().hex[:8]}"
     environment |= {"DATABASE_URL": servers.create_database(name), "BROKER_URL": servers.broker_url}
     with (tmp_path / "stderr").open("w") as errors:
