@@ -24,6 +24,8 @@ IDS = 3
 # What is read as a number. Other texts, and numbers that are none (NaN, infinite), are counted as unreadable.
 # ASCII alone: for Postgres, `\d` may also be another script's digit, which a cast refuses.
 _NUMBER = r"^ *[-+]?([0-9]{1,60}(\.[0-9]{0,60})?|\.[0-9]{1,60})([eE][-+]?[0-9]{1,3})? *$"
+# An ordered aggregate cannot be hashed, so it is left out where there is no order.
+_IDS = "pg_catalog.array_agg(id ORDER BY place) FILTER (WHERE place <= %(ids)s AND id IS NOT NULL)"
 _SHOWN = "pg_catalog.to_char({}, 'YYYY-MM-DD\"T\"HH24:MI:SS.US{}')"
 
 
@@ -171,7 +173,7 @@ groups AS (
            pg_catalog.sum(number) - pg_catalog.max(number) AS amount,
            pg_catalog.min(number) <> pg_catalog.max(number) AS differ,
            pg_catalog.count(amount) - pg_catalog.count(number) AS unreadable,
-           pg_catalog.array_agg(id ORDER BY place) FILTER (WHERE place <= %(ids)s AND id IS NOT NULL) AS ids,
+           {_IDS if at is not None else "NULL::text[]"} AS ids,
            {_in_classes()}
     FROM numbered GROUP BY {key}, cluster HAVING pg_catalog.count(*) > 1
 )

@@ -65,7 +65,7 @@ def reading(parameters: dict[str, Any], timeout: float) -> Iterator[Connection[A
                 ("lock_timeout", f"{LOCK_TIMEOUT}s"),
                 ("row_security", "off"),
             ):
-                connection.execute("SELECT set_config(%s, %s, true)", (name, value))
+                connection.execute("SELECT pg_catalog.set_config(%s, %s, true)", (name, value))
             yield connection
             connection.rollback()
     except psycopg.OperationalError as error:

@@ -6,7 +6,7 @@ import json
 import re
 import shlex
 import tomllib
-from collections.abc import Iterator
+from functools import cache
 from urllib.parse import urlsplit
 
 import click
@@ -113,16 +113,20 @@ def typed(line: str) -> tuple[str, list[str]]:
     return (words[0], words[1:]) if words else ("", [])
 
 
-def commands() -> Iterator[tuple[str, str]]:
+@cache
+def commands() -> list[tuple[str, str]]:
     """All lines of the documentation that call a program, with their pages."""
     programs = {"idempotency", "celery", "make", "python"} | OTHERS
+    found = []
     for page in pages():
         if page.startswith("docs/runbooks/"):
             continue  # tests/unit/test_runbooks.py
         fenced = [line for block in every_block(page) if block.language == "sh" for line in block.text.splitlines()]
         for line in [*indented(page), *fenced]:
-            if re.split(r"[\s(]", re.sub(r"^([A-Z_]+=\S* )+", "", line))[0] in programs and "=" not in line.split()[0]:
-                yield page, line
+            first = re.split(r"[\s(]", re.sub(r"^([A-Z_]+=\S* )+", "", line))[0]
+            if first in programs and not line.startswith(f"{first} ="):
+                found.append((page, line))
+    return found
 
 
 def check(line: str) -> None:
@@ -183,7 +187,7 @@ def test_every_command_of_a_page_parses(page: str) -> None:
 
 
 def test_the_commands_are_found() -> None:
-    found = list(commands())
+    found = commands()
     assert len([line for _, line in found if line.startswith("idempotency")]) > 60
     assert len({page for page, _ in found}) > 20
 
@@ -270,3 +274,22 @@ def test_what_leads_elsewhere_is_an_address() -> None:
 @pytest.mark.parametrize("page", pages())
 def test_no_page_shows_a_picture_of_another_host(page: str) -> None:
     assert re.findall(r"!\[[^\]]*\]\(\w+:|<img[^>]*src=\"\w+:", (ROOT / page).read_text()) == []
+
+
+def test_every_test_and_file_that_a_page_names_exists() -> None:
+    tests = {
+        name for path in (ROOT / "tests").rglob("test_*.py") for name in re.findall(r"def (test_\w+)", path.read_text())
+    }
+    # those name tests of Celery and of a middleware
+    texts = {page: (ROOT / page).read_text() for page in pages() if not page.endswith("-suite.md")}
+    named = {(page, name) for page, text in texts.items() for name in re.findall(r"`(test_\w{12,})`", text)}
+    files = {
+        (page, path)
+        for page, text in texts.items()
+        for path in re.findall(r"`((?:tests|idempotency|scripts|tasks|drill|requirements|docs)/[\w/.-]+\.\w+)`", text)
+    }
+    assert len(named) > 50
+    assert len(files) > 20
+    # without the suffix, a name may be that of a module
+    assert {each for each in named if each[1] not in tests and not list(ROOT.glob(f"tests/**/{each[1]}.py"))} == set()
+    assert {each for each in files if not (ROOT / each[1]).exists()} == set()
