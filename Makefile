@@ -21,7 +21,7 @@ comma := ,
 with_services = env="$$($(VENV)/python -m services env)" && eval "$$env" && exec
 
 .DEFAULT_GOAL := help
-.PHONY: check help venv pins audit up down status demo api fuzz test test-lowest test-python versions ecosystem celery-suite edge-suite faults drill chaos chaos-many controls search saga-programs saga-crashes saga-deploy stores lint types sandbox worker relay beat flower doctor metrics bench soak profile clean migrate
+.PHONY: check help venv pins audit docs up down status demo api fuzz test test-lowest test-python versions ecosystem celery-suite edge-suite faults drill chaos chaos-many controls search saga-programs saga-crashes saga-deploy stores lint types sandbox worker relay beat flower doctor metrics bench soak profile clean migrate
 
 help:
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -42,6 +42,17 @@ pins: .venv/ready ## write the hashes of all versions in constraints.txt and req
 
 audit: .venv/ready .venv-audit/ready ## ask an advisory service about all pinned versions; ARGS='-s osv'
 	@.venv-audit/bin/python scripts/audit.py $(ARGS)
+
+.venv-docs/ready: requirements/pinned-docs.txt
+	@$(if $(PYTHON),$(PYTHON),$(VENV)/python) -m venv --clear .venv-docs
+	@.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes --requirement $<
+	@touch $@
+
+# What needs the library is written by .venv; what is built of it, by .venv-docs. A link that leads nowhere is an error.
+docs: .venv/ready .venv-docs/ready ## build the documentation as a site that works without a network: var/docs/site/index.html
+	@$(VENV)/python -m scripts.docs
+	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict $(ARGS)
+	@echo "var/docs/site/index.html; with its search: python -m http.server --bind 127.0.0.1 --directory var/docs/site"
 
 up: .venv/ready ## start Postgres, Redis and RabbitMQ for development; their data is kept
 	@$(VENV)/python -m services up

@@ -82,6 +82,15 @@ def check_store_tls(subject: str, address: str, entries: Sequence[str]) -> list[
     return [] if found is None else [found]
 
 
+def unverified_postgres(parameters: Mapping[str, Any]) -> str | None:
+    """What is wrong with a connection that leaves this machine, and what to do; None if it is verified, or does not leave.
+
+    `parameters`: as psycopg is given them.
+    """
+    away = [each for each in _postgres(parameters) if each.names and not is_loopback(each.names[0])]
+    return next((f"{each.wrong}; {each.remedy}" for each in away if each.wrong), None)
+
+
 def is_refused(findings: Sequence[Finding], *settings: str) -> bool:
     """Whether an address was refused: then no password is sent there, by a check either."""
     subjects = {f"{setting} TLS" for setting in settings}

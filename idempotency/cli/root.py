@@ -65,6 +65,10 @@ COMMANDS = {
     "webhooks": ("webhook_commands", "Where customers get events, and what was delivered to them."),
     "api-key": ("api_keys", "Which clients may call, as which tenant, and what they may do."),
     "audit": ("audit", "What people have changed, and whether it is still what was recorded."),
+    "audit-past": (
+        "audit_past",
+        "Find what has already happened twice in a table of yours. Reads only. Exit status 1 if there is any, 2 for an error.",
+    ),
     "operators": ("people", "Who may discard dead letters, and who may approve it."),
 }
 

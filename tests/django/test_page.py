@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from tests.django.test_example import EXAMPLE, Manage, database, manage
+from tests.support.documents import every_block
 
 __all__ = ["database", "manage"]  # fixtures
 PAGE = Path(__file__).parents[2] / "docs/django.md"
@@ -18,7 +19,6 @@ assert welcome(order.pk) is None and Customer.objects.get(name="ann").points == 
 result = unittest.TextTestRunner().run(unittest.defaultTestLoader.loadTestsFromTestCase(Welcome))
 assert result.wasSuccessful() and result.testsRun == 1
 assert not Customer.objects.filter(name="bob").exists()
-print("all of it ran")
 """
 
 
@@ -35,6 +35,9 @@ def test_the_settings_of_the_page_are_those_of_the_example() -> None:
 
 def test_the_code_of_the_page_runs(manage: Manage) -> None:
     manage("after", "migrate", "--verbosity", "0")
-    script = "\n".join([*blocks("python"), RUN_TESTS])
+    (typed,) = [block.text for block in every_block("docs/types.md") if block.language == "python django"]
+    script = "\n".join(
+        [*blocks("python"), RUN_TESTS, f"exec({typed!r}, {{'__name__': 'page'}})", "print('all of it ran')"]
+    )
     # in one piece: the shell would end a function at its first empty line
     assert "all of it ran" in manage("after", "shell", stdin=f"exec({script!r})\n"), sys.version

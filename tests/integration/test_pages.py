@@ -6,6 +6,7 @@ import asyncio
 import sys
 from types import ModuleType
 from typing import Any
+from uuid import uuid4
 
 import httpx
 import pytest
@@ -16,7 +17,8 @@ from sqlalchemy.engine import make_url
 from idempotency import IdempotentTask, PermanentError
 from idempotency.application import close_runtime
 from tests.support.deliveries import Deliveries
-from tests.support.documents import python_blocks
+from tests.support.documents import blocks, python_blocks
+from tests.support.partitions import put_into_partitions
 from tests.support.tasks import make_task
 
 
@@ -104,3 +106,24 @@ def test_the_page_on_engines_runs_as_it_is(
 
     assert deliveries.deliver(make_task(configured, body), key="k").value == "worker"
     close_runtime(configured)
+
+
+@pytest.mark.plain
+def test_the_grants_of_the_page_on_partitions_are_what_a_purge_needs(
+    engine: Engine, superuser: Engine, database: str
+) -> None:
+    (grants,) = blocks("docs/partitions.md", "sql")
+    role = f"app_{uuid4().hex[:8]}"
+    may = text("SELECT count(*) FILTER (WHERE has_function_privilege(:role, oid, 'EXECUTE')), count(*) FROM pg_proc "
+               "WHERE pronamespace = 'idempotency_partitions'::regnamespace")  # fmt: skip
+    put_into_partitions(database)
+    with superuser.connect() as connection:
+        connection.execute(text(f"CREATE ROLE {role}"))
+        try:
+            before, all_of_them = connection.execute(may, {"role": role}).one()
+            with engine.connect() as owner:
+                owner.execute(text(grants.replace("TO app;", f"TO {role};")))
+            assert before < connection.execute(may, {"role": role}).one()[0] == all_of_them
+        finally:
+            connection.execute(text(f"DROP OWNED BY {role}"))
+            connection.execute(text(f"DROP ROLE {role}"))

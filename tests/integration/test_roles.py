@@ -25,7 +25,7 @@ from idempotency.store.rights import APPLICATION, OPERATOR, OWNER, READ_ONLY, RE
 from idempotency.store.tenants import authenticate
 from idempotency.wire.keys import OperationId
 from tests.support import operations as op
-from tests.support.documents import python_blocks
+from tests.support.documents import blocks, python_blocks
 from tests.support.roles import PASSWORDS, url_of
 
 As = Callable[[str], Engine]
@@ -459,6 +459,19 @@ def test_the_examples_of_the_page_run_as_they_are(walled: str, as_role: As) -> N
         connection.execute(text("INSERT INTO orders VALUES ('a', '1'), ('b', '2')"))
         connection.execute(text(f"GRANT SELECT ON orders TO {APPLICATION}"))
     assert wall["orders_of"](as_role(APPLICATION), "b") == ["2"]
+
+
+def test_the_grants_of_the_page_let_each_role_use_the_applications_tables(walled: str, as_role: As) -> None:
+    (grants,) = blocks("docs/tenants.md", "sql")
+    owner = create_engine(walled, poolclass=NullPool)
+    with owner.begin() as connection:
+        connection.execute(text("CREATE TABLE bought (id bigserial PRIMARY KEY)"))
+    for role in (APPLICATION, RELAY, OPERATOR):
+        assert trying(as_role(role), "INSERT INTO bought DEFAULT VALUES") is REFUSED
+    with owner.begin() as connection:
+        connection.execute(text(grants))
+    for role in (APPLICATION, RELAY, OPERATOR):
+        assert trying(as_role(role), "INSERT INTO bought DEFAULT VALUES") is not REFUSED
 
 
 def test_an_application_takes_back_a_claim_in_which_nothing_is_recorded(as_role: As) -> None:

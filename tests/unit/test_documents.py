@@ -30,6 +30,7 @@ RUN_BY = {
     "docs/tenants.md": ("tests/integration/test_roles.py", 2),
     "docs/testing.md": ("tests/integration/test_fixtures_for_tests.py", 4),
     "docs/traces.md": ("tests/traces/test_page.py", 2),
+    "docs/tutorial.md": ("tests/pipeline/test_tutorial.py", 1),
     "docs/types.md": ("tests/integration/test_readme.py", 1),
     "docs/webhooks.md": ("tests/webhooks/test_page.py", 4),
     "docs/without-celery.md": ("tests/integration/test_without_celery.py", 1),

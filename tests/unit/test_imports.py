@@ -68,7 +68,7 @@ LAYERS = (
     ("relay",),
     ("upkeep",),
     ("checks",),
-    ("installation", "operate"),
+    ("installation", "operate", "past"),
     ("cli",),
     ("testing",),
     ("contrib",),

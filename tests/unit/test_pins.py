@@ -16,6 +16,7 @@ LISTS = {
     "pinned.txt": "constraints.txt",
     "pinned-lowest.txt": "requirements/lowest.txt",
     "pinned-audit.txt": "requirements/audit.txt",
+    "pinned-docs.txt": "requirements/docs.txt",
 }
 
 
