@@ -46,11 +46,15 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A partition, as its owner has taken it: the offset of the next message, None before the first, and the owner's fence."""
+    """A partition, as its owner has taken it: the offset of the next message, None before the first, and the owner's fence.
+
+    `is_from_silent`: the owner before was another process, and had not given it back.
+    """
 
     place: Place
     position: int | None
     fence: int
+    is_from_silent: bool = False
 
     def at(self, position: int) -> Held:
         """The same, further on."""
@@ -62,13 +66,15 @@ _MINE = f"{_PLACE} AND fence = %(fence)s"
 _LEASE = "clock_timestamp() + make_interval(secs => %(lease)s)"
 _FENCE = "pg_catalog.nextval('idempotency.fence')"
 
+# What it returns of the owner before is as the statement began: one that has come and gone since is not seen.
 _TAKE = f"""
 INSERT INTO idempotency.stream_positions AS p (service, consumer, topic, partition, fence, owner, locked_until)
 VALUES (%(service)s, %(consumer)s, %(topic)s, %(partition)s, {_FENCE}, %(owner)s, {_LEASE})
 ON CONFLICT (service, consumer, topic, partition) DO UPDATE SET fence = {_FENCE}, owner = %(owner)s, locked_until = {_LEASE}
 WHERE %(regardless)s OR p.owner IS NULL OR p.owner = %(owner)s OR p.locked_until < clock_timestamp()
    OR p.owner = ANY(%(dead)s::text[])
-RETURNING position, fence
+RETURNING position, fence,
+    (SELECT b.owner <> %(owner)s FROM idempotency.stream_positions b WHERE {_PLACE}) IS TRUE AS is_from_silent
 """
 
 # Of an owner whose commit had no answer: it waits for that commit's lock, and what comes of it later matches nothing.
@@ -194,7 +200,7 @@ def take(
     """
     fields = {"owner": owner, "lease": lease, "regardless": regardless, "dead": list(dead)}
     row = execute(connection, _TAKE, place.fields() | fields).fetchone()
-    return None if row is None else Held(place, row.position, row.fence)
+    return None if row is None else Held(place, row.position, row.fence, row.is_from_silent)
 
 
 def take_again(connection: Connection, held: Held, *, lease: float) -> Held | None:

@@ -151,7 +151,7 @@ class Consumer:
     def _handle(self, partition: Partition) -> None:
         crash_point("stream.fetched")
         first = partition.at_hand[0]
-        if first.offset in partition.alone or type(framework()) is not Framework:
+        if partition.is_alone(first.offset) or type(framework()) is not Framework:
             self._one(partition, prepare(self.stream, first, self._runtime.settings))
             return
         messages = list(islice(partition.at_hand, self.stream.batch))

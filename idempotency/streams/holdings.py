@@ -55,7 +55,7 @@ class Holdings:
         if held is None:
             return None
         with self._lock:
-            partition = self._held[at] = Partition(held)
+            partition = self._held[at] = Partition(held, suspected=self.stream.batch if held.is_from_silent else 0)
         metrics.stream_partitions_taken.labels(self.stream.name).inc()
         log.info(
             "stream_partition_taken", stream=self.stream.name, place=place, position=held.position, fence=held.fence

@@ -54,6 +54,10 @@ def deposit(stream: Handling, event: Mapping[str, Any]) -> str:
                     raise ValueError("the first two times")
         case "hold":
             crashing.reach("held")
+        case "kill":  # as a crash of the interpreter, or the kernel when memory is short
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "exit":
+            sys.exit("told to")
         case "effect":
             stream.session.rollback()
             stream.effect("call", bank.call, event["url"])
