@@ -87,6 +87,20 @@ _BEGIN = (
     f"UPDATE idempotency.stream_positions SET position = %(position)s WHERE {_MINE} AND position IS NULL RETURNING 1"
 )
 
+# Of two processes that begin at once, the second finds what the first has noted.
+_LOCK_TOPIC = "SELECT pg_catalog.pg_advisory_xact_lock(pg_catalog.hashtextextended(%(topic_of)s, 0))"
+_HAS_BEGUN = """
+SELECT FROM idempotency.stream_positions
+WHERE service = %(service)s AND consumer = %(consumer)s AND topic = %(topic)s AND position IS NOT NULL LIMIT 1
+"""
+_BEGIN_TOPIC = f"""
+INSERT INTO idempotency.stream_positions AS p (service, consumer, topic, partition, position, fence)
+SELECT %(service)s, %(consumer)s, %(topic)s, partition, position, {_FENCE}
+FROM unnest(%(partitions)b::int[], %(positions)b::bigint[]) AS given(partition, position)
+WHERE NOT EXISTS ({_HAS_BEGUN})
+ON CONFLICT (service, consumer, topic, partition) DO UPDATE SET position = excluded.position WHERE p.position IS NULL
+"""
+
 # Raises division_by_zero if it matches no row, so that no COMMIT can follow. An owner that freezes from here on is disconnected within
 # half a lease, as the holder of an operation is: the next one waits for this row.
 _ADVANCE = f"""
@@ -168,22 +182,6 @@ UPDATE idempotency.stream_positions SET position = %(to)s, fence = {_FENCE}, own
 WHERE {_PLACE} RETURNING fence
 """
 
-# Operations that a person has opened again, with what their letters have kept of the message.
-_REOPENED = """
-SELECT r.tenant, r.key, letter.headers FROM idempotency.records r CROSS JOIN LATERAL (
-    SELECT headers, status, generation FROM idempotency.dead_letters d
-    WHERE (d.tenant, d.task, d.key) = (r.tenant, r.task, r.key) AND d.source = 'operation' ORDER BY d.id DESC LIMIT 1
-) letter
-WHERE r.queue = %(queue)s AND r.available_at <= clock_timestamp() AND r.service = %(service)s AND r.task = %(task)s
-  AND letter.status = 'replayed' AND letter.generation < r.generation
-ORDER BY r.available_at LIMIT %(limit)s
-"""
-
-_LETTER = """
-SELECT bool_or(status = 'open') AS is_open FROM idempotency.dead_letters
-WHERE digest = %(digest)s AND starts_with(queue, 'stream.')
-"""
-
 # A role without `pg_read_all_stats` sees of others' connections that they are there, and not what they do.
 _STANDBY_LAG = """
 SELECT count(*) AS standbys, max(extract(epoch FROM replay_lag))::float8 AS lag, coalesce(bool_or(state IS NULL), false) AS is_hidden
@@ -213,6 +211,23 @@ def begin(connection: Connection, held: Held, position: int) -> Held | None:
     """Note the offset of the first message that there is, before one is handled; None: not the owner."""
     row = execute(connection, _BEGIN, _mine(held) | {"position": position}).fetchone()
     return None if row is None else held.at(position)
+
+
+def has_begun(connection: Connection, service: str, consumer: str, topic: str) -> bool:
+    """Whether the consumer has a position in any partition of the topic."""
+    fields = {"service": service, "consumer": consumer, "topic": topic}
+    return execute(connection, _HAS_BEGUN, fields).fetchone() is not None
+
+
+def begin_topic(connection: Connection, service: str, consumer: str, topic: str, positions: Mapping[int, int]) -> None:
+    """Note where a consumer begins in all partitions that a topic has now, in the caller's transaction, unless it has begun.
+
+    A partition that is found later was added later, so its first message came after this.
+    """
+    fields = {"service": service, "consumer": consumer, "topic": topic}
+    execute(connection, _LOCK_TOPIC, {"topic_of": "/".join(fields.values())})
+    given = {"partitions": list(positions), "positions": list(positions.values())}
+    execute(connection, _BEGIN_TOPIC, fields | given)
 
 
 def advance(connection: Connection, held: Held, to: int, *, lease: float) -> None:
@@ -299,19 +314,6 @@ def seek(connection: Connection, place: Place, to: int) -> int:
     """Move a position to where a person wants it, and the fence with it. Returns the new fence."""
     fence: int = connection.exec_driver_sql(_SEEK, place.fields() | {"to": to}).scalar_one()
     return fence
-
-
-def reopened(connection: Connection, service: str, task: str, queue: str, *, limit: int) -> Sequence[Row[Any]]:
-    """Tenant, key and kept message of operations that a person has opened again, the oldest first."""
-    fields = {"service": service, "task": task, "queue": queue, "limit": limit}
-    rows: Sequence[Row[Any]] = execute(connection, _REOPENED, fields).fetchall()
-    return rows
-
-
-def has_open_letter(connection: Connection, digest: str) -> bool | None:
-    """Whether the dead letter of the message with this digest waits for a person; None: it has none."""
-    found: bool | None = execute(connection, _LETTER, {"digest": digest}).fetchone().is_open
-    return found
 
 
 def standby_lag(connection: Connection) -> Any:

@@ -44,8 +44,8 @@ def handle_alone(
         # as it came, also in a further round, and for `on_failed`, whatever this one makes of it
         try:
             result = stream.handler(Handling(attempt, prepared.message), copy.deepcopy(prepared.event))
-        except SystemExit as exit:
-            raise HandlerExited(f"SystemExit: {exit.code}") from exit
+        except SystemExit as error:
+            raise HandlerExited(f"SystemExit: {error.code}") from error
         crash_point("stream.run")
         if partition is not None and not _advanced(attempt, partition, prepared.message.offset + 1):
             is_lost = True

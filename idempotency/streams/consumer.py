@@ -19,8 +19,9 @@ from ..observe import metrics
 from ..observe.crash_points import crash_point
 from ..observe.logs import log
 from ..observe.outages import Pauses, reason
-from ..store import dead_letters, streams
+from ..store import dead_letters, stream_letters, streams
 from ..store.answers import Busy, Completed, Failed, Foreign, Mismatch
+from ..store.letters import headers_text
 from ..store.statements import describe, is_news
 from ..store.streams import PartitionLost
 from ..wire.keys import OperationId
@@ -221,10 +222,19 @@ class Consumer:
             case Foreign(generation=generation, service=service):
                 refused = Refused(prepared.message, "service_mismatch", service)
                 self._refuse(partition, refused, goes_on=True, prepared=prepared, generation=generation)
-            case Ended() | Failed():
+            case Ended():
+                self._failed(partition, prepared, to)
+            case Failed():
+                self._keep(prepared)
                 self._failed(partition, prepared, to)
             case _:
                 raise AssertionError(f"no outcome of a stream: {outcome!r}")
+
+    def _keep(self, prepared: Prepared) -> None:
+        """Add the message to the letter of what a person has cancelled. First: once the letter can be replayed, it has to have it."""
+        id = prepared.delivery.id
+        with self._runtime.autocommit(id.tenant) as connection:
+            stream_letters.keep_message(connection, id, headers_text(prepared.message.kept()))
 
     def _failed(self, partition: Partition, prepared: Prepared, to: int) -> None:
         """An operation has failed for good, and its letter is stored."""
@@ -280,7 +290,7 @@ class Consumer:
         stream, settings = self.stream, self._runtime.settings
         with self._runtime.autocommit(*self._tenants) as connection:
             limit = REOPENED_LIMIT + len(self._unreadable)
-            rows = streams.reopened(connection, settings.service, stream.task, stream.task, limit=limit)
+            rows = stream_letters.reopened(connection, settings.service, stream.task, stream.task, limit=limit)
         for row in rows:
             id = OperationId(row.tenant, stream.task, row.key)
             if self._stop.is_set():

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import threading
+from dataclasses import replace
 
 import pytest
 from typer.testing import CliRunner, Result
 
 from idempotency.cli.root import cli
-from idempotency.errors import ChangeRefused, OperationNotFound
+from idempotency.errors import ChangeRefused, NotAuthenticated, OperationNotFound
 from idempotency.operate.change import Change
 from idempotency.operate.seek import seek_stream
 from tests.streams.conftest import Make
@@ -43,6 +44,30 @@ def test_a_stream_that_is_sent_back_handles_nothing_twice(streaming: Streaming) 
     (row,) = streaming.query("SELECT actor, reason, details FROM idempotency.audit WHERE action = 'seek_stream'")
     assert (row.actor, row.details["from"], row.details["to"]) == ("ann", 20, 5)
     assert row.details["taken_from"].split("|")[3] == str(process.pid)
+
+
+def test_the_way_back_where_money_is_moved_needs_a_token(rabbit: Streaming) -> None:
+    rabbit.broker.publish_many(10)
+    process = rabbit.start()
+    rabbit.wait_until_handled()
+    assert process.end() == 0
+    configure(rabbit.environment)
+    topic = rabbit.broker.topic
+    rabbit.handler(moves_money=True).declared()
+    with pytest.raises(NotAuthenticated, match="needs an operator's token"):
+        seek_stream(bank.app, NAME, topic, 0, 5, CHANGE)
+    with pytest.raises(NotAuthenticated, match="needs an operator's token"):
+        seek_stream(bank.app, NAME, topic, 0, 5, CHANGE, take=True)
+    typed = ("seek", NAME, "--topic", topic, "--to", 5, "--reason", "again", "--as", "ann")
+    refused = command(rabbit, *typed)
+    assert refused.exit_code == 1
+    assert "IDEMPOTENCY_TOKEN" in str(refused.exception)
+    assert rabbit.positions() == {0: 10}
+    seek_stream(bank.app, NAME, topic, 0, 12, CHANGE)  # forwards: nothing is handled again
+    seek_stream(bank.app, NAME, topic, 0, 5, replace(CHANGE, request_id="r2", is_verified=True))
+    rabbit.handler().declared()
+    seek_stream(bank.app, NAME, topic, 0, 3, replace(CHANGE, request_id="r3"))
+    assert rabbit.positions() == {0: 3}
 
 
 def test_the_position_is_never_moved_where_no_one_has_been(rabbit: Streaming) -> None:

@@ -246,7 +246,7 @@ class RabbitBroker(StreamBroker):
         self.published = [0] * self.partitions
 
     def source(self, **options: Any) -> RabbitStream:
-        return streams.rabbitmq_stream(self.topic, partitions=self.partitions, **options)
+        return streams.rabbitmq_stream(self.topic, **{"partitions": self.partitions, **options})
 
     def _publish(self, partition: int, value: bytes, headers: Mapping[str, Any]) -> None:
         named = {name.replace("_", "-"): each for name, each in headers.items()}
