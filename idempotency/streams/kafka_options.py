@@ -20,6 +20,8 @@ _SAFE = {
     "partition.assignment.strategy": "cooperative-sticky",
     "enable.partition.eof": "false",
 }
+# Of members of a group alone: another client warns of them.
+_OF_MEMBERS = ("group.id", "max.poll.interval.ms", "session.timeout.ms", "heartbeat.interval.ms")
 
 
 def configuration(source: KafkaTopics, settings: Settings, *, name: str, instance: str | None) -> dict[str, Any]:
@@ -39,6 +41,12 @@ def configuration(source: KafkaTopics, settings: Settings, *, name: str, instanc
         fixed_options["group.instance.id"] = f"{instance}.{name}"
     session = int(given.get("session.timeout.ms", 45_000))
     return {"client.id": group} | given | {"session.timeout.ms": session} | _SAFE | fixed_options
+
+
+def connection_options(source: KafkaTopics, settings: Settings, *, name: str) -> dict[str, Any]:
+    """Those of them by which a client connects that is no member of the group. Raises `SettingsError`."""
+    options = configuration(source, settings, name=name, instance=None)
+    return {option: value for option, value in options.items() if option not in _SAFE and option not in _OF_MEMBERS}
 
 
 def _check_encrypted(given: dict[str, Any], settings: Settings) -> None:
