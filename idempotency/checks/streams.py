@@ -117,7 +117,7 @@ def _check_queues(app: Celery, stream: Stream) -> list[Finding]:
     """Whether RabbitMQ has the streams. What it deletes, by age or length, it does not say over AMQP."""
     assert isinstance(stream.source, RabbitStream)
     subject, missing = _subject(stream), []
-    queues = [stream.source.queue(number) for number in range(stream.source.partitions or 1)]
+    queues = stream.source.queues
     with verifying(app.connection_for_read(connect_timeout=TIMEOUT)) as connection:
         for queue in queues:
             try:

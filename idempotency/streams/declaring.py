@@ -19,7 +19,7 @@ from ..wire.limits import BODY_DEPTH
 from .handling import Handling
 from .message import StreamMessage
 from .naming import Naming, naming
-from .sources import Source
+from .sources import RabbitStream, Source
 
 # In front of a stream's name, where an operation has its task, and its record its queue.
 TASK_PREFIX = "stream."
@@ -153,6 +153,13 @@ def stream_of(task: str) -> Stream | None:
 def declared_streams() -> Mapping[str, Stream]:
     """All streams that this process has declared, by name."""
     return dict(_declared)
+
+
+def rabbitmq_queues() -> list[str]:
+    """The queues of RabbitMQ that the declared streams read."""
+    return [
+        queue for each in _declared.values() if isinstance(each.source, RabbitStream) for queue in each.source.queues
+    ]
 
 
 def from_json(value: bytes) -> Any:

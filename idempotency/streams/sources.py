@@ -29,6 +29,11 @@ class RabbitStream:
     partitions: int | None
     start: Start
 
+    @property
+    def queues(self) -> list[str]:
+        """The queues that are its partitions, in order."""
+        return [self.queue(number) for number in range(self.partitions or 1)]
+
     def queue(self, partition: int) -> str:
         """The queue that is a partition."""
         return self.name if self.partitions is None else f"{self.name}-{partition}"
