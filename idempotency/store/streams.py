@@ -182,9 +182,13 @@ UPDATE idempotency.stream_positions SET position = %(to)s, fence = {_FENCE}, own
 WHERE {_PLACE} RETURNING fence
 """
 
-# A role without `pg_read_all_stats` sees of others' connections that they are there, and not what they do.
-_STANDBY_LAG = """
-SELECT count(*) AS standbys, max(extract(epoch FROM replay_lag))::float8 AS lag, coalesce(bool_or(state IS NULL), false) AS is_hidden
+# A role without `pg_read_all_stats` sees of others' connections that they are there, and not what they do. A base backup, say,
+# replays nothing. Positions in the log are in bytes.
+_STANDBYS = """
+SELECT count(replay_lsn) AS standbys, max(extract(epoch FROM replay_lag))::float8 AS lag,
+       min(pg_catalog.pg_wal_lsn_diff(replay_lsn, '0/0'))::bigint AS replayed,
+       pg_catalog.pg_wal_lsn_diff(pg_catalog.pg_current_wal_lsn(), '0/0')::bigint AS written,
+       coalesce(bool_or(state IS NULL), false) AS is_hidden
 FROM pg_catalog.pg_stat_replication
 """
 
@@ -316,9 +320,13 @@ def seek(connection: Connection, place: Place, to: int) -> int:
     return fence
 
 
-def standby_lag(connection: Connection) -> Any:
-    """How many `standbys` there are, by how many seconds the slowest is behind (`lag`; None: none is), and whether that `is_hidden`."""
-    return execute(connection, _STANDBY_LAG).fetchone()
+def standbys(connection: Connection) -> Any:
+    """How many `standbys` there are, and whether how far they are `is_hidden` from this role.
+
+    `lag`: by how many seconds the slowest was behind when it last replayed something; None: none is. `replayed` and `written`: how
+    far the slowest is in the log, and how far that goes.
+    """
+    return execute(connection, _STANDBYS).fetchone()
 
 
 def _mine(held: Held) -> dict[str, Any]:

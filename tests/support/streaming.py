@@ -88,6 +88,7 @@ def configure(environment: Mapping[str, str]) -> None:
         idempotency_kafka_servers=environment.get("KAFKA_SERVERS"),
         idempotency_kafka_options={"session.timeout.ms": "1500", "heartbeat.interval.ms": "100"},
         idempotency_heartbeat=float(environment["LEASE"]) / 4,
+        idempotency_stream_standby_lag=float(environment["STANDBY_LAG"]) if "STANDBY_LAG" in environment else None,
     )
 
 
