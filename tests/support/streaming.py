@@ -302,9 +302,10 @@ class Streaming:
     def handler(self, **options: Any) -> Handler:
         return Handler(self.broker.source(), options=options)
 
-    def consumer(self, stop: threading.Event, **options: Any) -> Consumer:
-        """A consumer in this process, whose turns the test takes."""
-        configure(self.environment)
+    def consumer(self, stop: threading.Event, *, configured: bool = False, **options: Any) -> Consumer:
+        """A consumer in this process, whose turns the test takes. `configured`: the application is as the test wants it."""
+        if not configured:
+            configure(self.environment)
         stream, runtime = self.handler(**options).declared(), self.runtime
         return Consumer(runtime, stream, lambda holdings: make_reader(bank.app, runtime, stream, None, holdings), stop)
 
