@@ -9,9 +9,11 @@ from dataclasses import replace
 import pytest
 from typer.testing import CliRunner, Result
 
+from idempotency.application import close_runtime
 from idempotency.cli.root import cli
 from idempotency.errors import ChangeRefused, NotAuthenticated, OperationNotFound
 from idempotency.operate.change import Change
+from idempotency.operate.rename import rename_service
 from idempotency.operate.seek import seek_stream
 from tests.streams.conftest import Make
 from tests.support import bank
@@ -28,6 +30,7 @@ def command(streaming: Streaming, *typed: object) -> Result:
 
 def test_a_stream_that_is_sent_back_handles_nothing_twice(streaming: Streaming) -> None:
     accounts = streaming.broker.publish_many(20)
+    streaming.handler().declared()  # one that is not known here counts as moving money
     process = streaming.start()
     streaming.wait_until_handled()
     configure(streaming.environment)
@@ -44,6 +47,23 @@ def test_a_stream_that_is_sent_back_handles_nothing_twice(streaming: Streaming) 
     (row,) = streaming.query("SELECT actor, reason, details FROM idempotency.audit WHERE action = 'seek_stream'")
     assert (row.actor, row.details["from"], row.details["to"]) == ("ann", 20, 5)
     assert row.details["taken_from"].split("|")[3] == str(process.pid)
+
+
+def test_a_renamed_application_goes_on_where_it_was(streaming: Streaming) -> None:
+    accounts = streaming.broker.publish_many(10)
+    process = streaming.start()
+    streaming.wait_until_handled()
+    assert process.end() == 0
+    streaming.environment["SERVICE"] = "ledger"
+    configure(streaming.environment)
+    close_runtime(bank.app)
+    renamed = rename_service(bank.app, "bank", "ledger", replace(CHANGE, request_id=None, is_verified=True))
+    assert (renamed["records"], renamed["stream_positions"]) == (10, 1)
+    streaming.broker.publish_many(10)  # what was handled is known under the new name
+    accounts += streaming.broker.publish_many(5, first=50)
+    streaming.start()
+    streaming.wait_until_handled()
+    assert streaming.entries() == accounts
 
 
 def test_the_way_back_where_money_is_moved_needs_a_token(rabbit: Streaming) -> None:
@@ -78,6 +98,7 @@ def test_the_position_is_never_moved_where_no_one_has_been(rabbit: Streaming) ->
 
 def test_the_commands_show_and_move_positions(make_streaming: Make) -> None:
     streaming = make_streaming("rabbitmq", partitions=2)
+    streaming.handler().declared()
     streaming.broker.publish_many(10)
     assert json.loads(command(streaming, "status", "--json").stdout) == []
     process = streaming.start()

@@ -85,6 +85,7 @@ class Handler:
 def configure(environment: Mapping[str, str]) -> None:
     bank.configure(dict(environment))
     bank.app.conf.update(
+        idempotency_service=environment.get("SERVICE", bank.app.main),
         idempotency_kafka_servers=environment.get("KAFKA_SERVERS"),
         idempotency_kafka_options={"session.timeout.ms": "1500", "heartbeat.interval.ms": "100"},
         idempotency_heartbeat=float(environment["LEASE"]) / 4,
