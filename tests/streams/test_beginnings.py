@@ -13,7 +13,8 @@ def has_begun(streaming: Streaming) -> bool:
     return streaming.positions() != {} and None not in streaming.positions().values()
 
 
-@pytest.mark.parametrize("begin", ["earliest", "latest"])
+@pytest.mark.few(2)
+@pytest.mark.parametrize("begin", ["latest", "earliest"])
 def test_it_begins_where_it_is_told_to(streaming: Streaming, begin: str) -> None:
     old = streaming.broker.publish_many(10)
     process = streaming.start_from(begin)
@@ -23,6 +24,7 @@ def test_it_begins_where_it_is_told_to(streaming: Streaming, begin: str) -> None
     assert streaming.entries() == [*(old if begin == "earliest" else []), *late]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("many", [0, 300])
 def test_latest_is_where_the_first_process_has_started_whenever_the_first_message_is_handled(
     streaming: Streaming, many: int

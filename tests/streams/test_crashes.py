@@ -21,7 +21,7 @@ POINTS = (
     "stream.copied",
     "stream.given_up",
 )
-KINDS = ("rabbitmq", "kafka")
+KINDS = ("rabbitmq", pytest.param("kafka", marks=pytest.mark.long))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -84,7 +84,7 @@ def test_a_call_outside_happens_once_whenever_its_process_is_killed(
     assert list(outside.acts.values()) == [1] * 2 * len(points)  # under a key for each, whoever has called
 
 
-@pytest.mark.parametrize("kind", ["rabbitmq", pytest.param("kafka", marks=pytest.mark.long)])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_message_that_kills_each_process_ends_as_a_dead_letter(make_streaming: Make, kind: str) -> None:
     """In the transaction of many it is not counted; whoever takes over from the dead handles those one by one, and counts."""
     streaming = make_streaming(kind)

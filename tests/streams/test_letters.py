@@ -20,6 +20,8 @@ from tests.support import bank
 from tests.support.processes import eventually
 from tests.support.streaming import NAME, Streaming, configure
 
+# Of what does not depend on the broker: with RabbitMQ, and with Kafka in `make long`.
+FEW = pytest.mark.few(1)
 CHANGE = Change("ann", "tested", is_verified=True)
 
 
@@ -82,6 +84,7 @@ def test_a_message_beyond_a_limit_is_not_decoded(rabbit: Streaming) -> None:
     assert json.loads(headers)["stream-message"]["value_bytes"] == len(json.dumps({"account": "a1"}))
 
 
+@FEW
 def test_a_key_in_the_header_is_used_where_the_handler_names_none(streaming: Streaming) -> None:
     streaming.broker.publish({"account": "a0"}, idempotency_key="k1")
     streaming.broker.publish({"account": "a0"}, idempotency_key="k1")
@@ -124,6 +127,7 @@ def test_a_stream_that_stops_goes_on_once_its_letter_is_discarded(rabbit: Stream
     assert [status for _, status in rabbit.letters()] == ["discarded"]
 
 
+@FEW
 def test_a_letter_that_is_replayed_runs_once_beside_the_stream(streaming: Streaming) -> None:
     streaming.broker.publish({"account": "a0", "how": "permanent unless told"})
     streaming.broker.publish({"account": "a1"})
@@ -157,7 +161,7 @@ def cancelled(streaming: Streaming, shown: Shown) -> int:
     return newest(streaming)
 
 
-@pytest.mark.parametrize("on_failure", ["continue", "stop"])
+@pytest.mark.parametrize("on_failure", ["continue", pytest.param("stop", marks=pytest.mark.long)])
 def test_what_a_person_cancels_is_replayed_once_from_its_letter(rabbit: Streaming, on_failure: str) -> None:
     rabbit.environment["RETRY_BASE"] = "250"
     rabbit.broker.publish({"account": "a0", "how": "error"})

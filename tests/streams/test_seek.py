@@ -28,6 +28,7 @@ def command(streaming: Streaming, *typed: object) -> Result:
     return CliRunner().invoke(cli, ["stream", *map(str, typed), "-A", "tests.support.bank"])
 
 
+@pytest.mark.few(1)
 def test_a_stream_that_is_sent_back_handles_nothing_twice(streaming: Streaming) -> None:
     accounts = streaming.broker.publish_many(20)
     streaming.handler().declared()  # one that is not known here counts as moving money
@@ -49,6 +50,7 @@ def test_a_stream_that_is_sent_back_handles_nothing_twice(streaming: Streaming) 
     assert row.details["taken_from"].split("|")[3] == str(process.pid)
 
 
+@pytest.mark.few(1)
 def test_a_renamed_application_goes_on_where_it_was(streaming: Streaming) -> None:
     accounts = streaming.broker.publish_many(10)
     process = streaming.start()
