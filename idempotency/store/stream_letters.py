@@ -17,7 +17,7 @@ SELECT r.tenant, r.key, letter.headers FROM idempotency.records r CROSS JOIN LAT
     SELECT headers, status, generation FROM idempotency.dead_letters d
     WHERE (d.tenant, d.task, d.key) = (r.tenant, r.task, r.key) AND d.source = 'operation' ORDER BY d.id DESC LIMIT 1
 ) letter
-WHERE r.queue = %(queue)s AND r.available_at <= clock_timestamp() AND r.service = %(service)s AND r.task = %(task)s
+WHERE r.queue = %(task)s AND r.available_at <= clock_timestamp() AND r.service = %(service)s AND r.task = %(task)s
   AND letter.status = 'replayed' AND letter.generation < r.generation
 ORDER BY r.available_at LIMIT %(limit)s
 """
@@ -40,9 +40,9 @@ WHERE digest = %(digest)s AND starts_with(queue, 'stream.')
 """
 
 
-def reopened(connection: Connection, service: str, task: str, queue: str, *, limit: int) -> Sequence[Row[Any]]:
+def reopened(connection: Connection, service: str, task: str, *, limit: int) -> Sequence[Row[Any]]:
     """Tenant, key and kept message of operations that a person has opened again, the oldest first."""
-    fields = {"service": service, "task": task, "queue": queue, "limit": limit}
+    fields = {"service": service, "task": task, "limit": limit}
     rows: Sequence[Row[Any]] = execute(connection, _REOPENED, fields).fetchall()
     return rows
 
