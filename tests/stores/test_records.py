@@ -366,7 +366,7 @@ def claim_in_process(addresses: list[str], key: str, number: int, gate: Any, ans
     for store in stores:
         store.read(OperationId("default", "t", key))  # connected
         gate.wait()
-        options: dict[str, Any] = {"holder": "h", "lease": LEASE, "keep": KEEP, "rest": lambda _: None}
+        options: dict[str, Any] = {"holder": "h", "lease": LEASE, "keep": KEEP}
         id = OperationId("default", "t", key)
         answer = store.claim(id, token=f"{number}", fingerprints=["v1:same"], **options)
         answers.put((store.name, type(answer).__name__))
