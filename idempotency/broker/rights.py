@@ -25,7 +25,9 @@ from kombu.transport.native_delayed_delivery import CELERY_DELAYED_DELIVERY_EXCH
 from ..errors import SettingsError
 from ..queues import dead_letter_queues, forwarded_dead_letters
 
-APPLICATION, WORKER, RELAY, BEAT, FLOWER = KINDS = ("application", "worker", "relay", "beat", "flower")
+APPLICATION, WORKER, RELAY, BEAT, FLOWER, STREAM = KINDS = (
+    "application", "worker", "relay", "beat", "flower", "stream",
+)  # fmt: skip
 # RabbitMQ's name for the exchange without one, which delivers to the queue that the routing key names.
 DEFAULT_EXCHANGE = "amq.default"
 NOTHING = "^$"
@@ -58,17 +60,18 @@ def definitions(
     *,
     prefix: str = "idempotency",
     event_exchanges: Iterable[str] = (),
+    streams: Iterable[str] = (),
 ) -> dict[str, Any]:
     """The users whose passwords are given (by kind of process) and their rights, as RabbitMQ imports them.
 
-    `event_exchanges`: those that `publish(…, exchange=…)` names, to which the relay publishes. The document holds salted
-    hashes of the passwords. Raises `SettingsError` if the broker is not RabbitMQ.
+    `event_exchanges`: those that `publish(…, exchange=…)` names, to which the relay publishes. `streams`: the queues that are
+    streams, which processes of `idempotency stream` read. The document holds salted hashes of the passwords. Raises `SettingsError` if the broker is not RabbitMQ.
     """
     broker = app.connection_for_write()
     if broker.transport.driver_type != "amqp":
         raise SettingsError("broker_url: these users are for RabbitMQ")
     vhost = broker.virtual_host or "/"
-    all_rights = rights_of(app, service, event_exchanges=event_exchanges)
+    all_rights = rights_of(app, service, event_exchanges=event_exchanges, streams=streams)
     rights = {f"{prefix}_{kind}": given for kind, given in all_rights.items() if kind in passwords}
     return {
         "vhosts": [{"name": vhost}],
@@ -94,7 +97,9 @@ def definitions(
     }
 
 
-def rights_of(app: Celery, service: str, *, event_exchanges: Iterable[str] = ()) -> dict[str, Rights]:
+def rights_of(
+    app: Celery, service: str, *, event_exchanges: Iterable[str] = (), streams: Iterable[str] = ()
+) -> dict[str, Rights]:
     """The rights of each kind of process, from the application's own queues and Celery's settings."""
     queues = list(app.amqp.queues.values())
     own = _exact(queue.name for queue in queues)
@@ -114,6 +119,7 @@ def rights_of(app: Celery, service: str, *, event_exchanges: Iterable[str] = ())
         WORKER: declaring + Rights(delayed, [*published, *delayed], [*own, *delayed]) + sending + asking + answering,
         RELAY: declaring + Rights(write=[*published, *_exact(event_exchanges)], read=[*own, *dead]) + asking,
         FLOWER: listening + asking,
+        STREAM: Rights(read=_exact(streams)),  # what handlers enqueue, relays publish
     }
 
 

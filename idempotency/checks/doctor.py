@@ -30,6 +30,7 @@ from .settings import (
     read_settings,
 )
 from .stores import check_stores
+from .streams import check_streams
 from .tasks import check_longest_runs, check_names, check_options, check_providers, check_retentions
 from .tls import check_tls, is_refused
 from .unreachable import check_server
@@ -75,6 +76,8 @@ def _check_with_postgres(app: Celery) -> list[Finding]:
                 "database", "idempotency_database_url", lambda: check_operators(app, settings), Level.WARNING
             )
         findings += check_people(settings)
+        if not is_refused(findings, "broker_url", "broker_read_url"):
+            findings += check_streams(app, settings)
         if settings.large_results_at is not None:
             findings += check_objects(settings.large_results_at)
     return findings

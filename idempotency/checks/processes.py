@@ -12,6 +12,7 @@ from ..settings import Settings
 from ..store.overview import Snapshot, monitoring_connection
 from ..store.processes import processes
 from ..store.rights import row_security
+from ..streams.declaring import TASK_PREFIX
 from ..upkeep import alarms, overview
 from .findings import Finding, ok, refusal, warning
 
@@ -39,7 +40,8 @@ def _sharing(app: Celery, found: Snapshot, given: Settings) -> list[Finding]:
     own = set(app.amqp.queues)
     findings += _consumed_by_others(found.others, own, given)
     for process in _alive(found.processes, given):
-        if unknown := sorted(set(process.queues) - own):
+        # a process that handles streams names those as its queues
+        if unknown := sorted(each for each in set(process.queues) - own if not each.startswith(TASK_PREFIX)):
             who = f"{process.name} has this name, and consumes {', '.join(unknown)}, which this application does not declare"
             advice = "if it is another application, give each its own idempotency_service; it may be another version"
             findings.append(warning(f"idempotency_service {given.service}", who, advice))

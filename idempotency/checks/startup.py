@@ -94,6 +94,7 @@ def require_safe_setup(app: Celery, *, consumed: Iterable[str] = (), has_streams
     from .postgres import check_database
     from .processes import check_consumed
     from .sagas import check_sagas
+    from .streams import check_stream_settings
     from .tls import is_refused
 
     if not has_streams and not idempotent_tasks(app):
@@ -101,6 +102,8 @@ def require_safe_setup(app: Celery, *, consumed: Iterable[str] = (), has_streams
     unanswered = None
     settings, findings = read_settings(app)
     findings += check_configuration(app, settings)
+    if has_streams and settings is not None:
+        findings += check_stream_settings(app, settings)
     if settings is not None and not is_refused(findings, "idempotency_database_url"):
         try:
             findings += check_database(settings)

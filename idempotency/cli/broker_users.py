@@ -12,6 +12,7 @@ from ..attempt.hints import acl
 from ..broker.rights import KINDS, definitions
 from ..environment import broker_passwords, redis_password
 from ..errors import SettingsError
+from ..streams.declaring import rabbitmq_queues
 from .options import AppOption
 from .terminal import application, errors
 
@@ -27,7 +28,7 @@ def broker_users(
             atomic=True,
             show_default=False,
             help="Write RabbitMQ's users here, as definitions for rabbitmqctl import_definitions or load_definitions. "
-            "IDEMPOTENCY_BROKER_APPLICATION_PASSWORD, …_WORKER_…, …_RELAY_…, …_BEAT_… and …_FLOWER_… are theirs.",
+            "IDEMPOTENCY_BROKER_APPLICATION_PASSWORD, …_WORKER_…, …_RELAY_…, …_BEAT_…, …_FLOWER_… and …_STREAM_… are theirs.",
         ),
     ] = None,
     redis: Annotated[
@@ -58,7 +59,14 @@ def broker_users(
         if not (passwords := broker_passwords()):
             names = ", ".join(f"IDEMPOTENCY_BROKER_{kind.upper()}_PASSWORD" for kind in KINDS)
             raise SettingsError(f"{names}: at least one of them; a user without a password is left out")
-        users = definitions(celery, settings.service, passwords, prefix=prefix, event_exchanges=event_exchange or ())
+        users = definitions(
+            celery,
+            settings.service,
+            passwords,
+            prefix=prefix,
+            event_exchanges=event_exchange or (),
+            streams=rabbitmq_queues(),
+        )
         rabbitmq.write(json.dumps(users, indent=2) + "\n")
         errors.print("start workers with --without-mingle --without-gossip: they have no rights for these")
     if redis is not None:

@@ -15,12 +15,14 @@ from ..checks.startup import require_safe_setup
 from ..observe import outages
 from ..observe.logs import keep_lines_whole, log
 from ..operate.change import Change
-from ..operate.seek import seek_stream
+from ..operate.seek import needs_token, seek_stream
 from ..store import streams as stored
 from ..store.overview import monitoring_connection
+from ..store.streams import Place
 from ..streams.process import chosen, run_streams
 from ..upkeep.presence import SignOfLife
 from .options import ActorOption, AppOption, JsonOption, ReasonOption, RequestOption
+from .proof import proven_if
 from .terminal import application, console, print_json, print_table, stopped_by_signals
 
 commands = typer.Typer()
@@ -118,15 +120,22 @@ def seek(
 ) -> None:
     """Let a stream go on from another offset. What it has handled is known by its keys, while their records are kept."""
     celery = application(app)
-    before = seek_stream(celery, name, topic, partition, to, Change(actor, reason, request_id), take=take)
-    retention = runtime_of(celery).settings.retention_completed
+    settings = runtime_of(celery).settings
+    change = proven_if(
+        celery,
+        Change(actor, reason, request_id),
+        lambda connection: needs_token(celery, connection, Place(settings.service, name, topic, partition), to),
+        action="stream seek",
+        what=f"stream {name}",
+    )
+    before = seek_stream(celery, name, topic, partition, to, change, take=take)
     if as_json:
         print_json({"stream": name, "topic": topic, "partition": partition, "from": before, "to": to})
         return
     console.print(f"{name}: {topic}/{partition} goes on from {to}, was at {before}")
     if before is not None and to < before:
         console.print(
-            f"what was handled more than {retention / 3600:g} h ago may have no record any more, and is handled again"
+            f"what was handled more than {settings.retention_completed / 3600:g} h ago may have no record any more, and is handled again"
         )
     elif before is not None and to > before:
         console.print("what is between the two is not handled")

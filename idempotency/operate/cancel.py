@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import secrets
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from celery import Celery
@@ -16,9 +19,11 @@ from ..errors import ChangeRefused, PermanentError
 from ..framework import framework
 from ..observe import metrics
 from ..reasons import CANCELLED, UNPUBLISHABLE
-from ..store import claims, dead_letters, discards, ends, letters, operations, saga_changes
+from ..store import claims, dead_letters, discards, ends, letters, operations, saga_changes, stream_letters
 from ..store.answers import Claimed, claim_of
 from ..store.statements import repeatable
+from ..streams.declaring import TASK_PREFIX
+from ..wire.delivery import Delivery
 from ..wire.keys import OperationId
 from .change import Change, Shown, audit, called, locked, repeated
 from .ending import conclude, skipping_what_breaks, task_of
@@ -54,13 +59,13 @@ def cancel(
                 )
             row = _locked(connection, runtime, shown)
             _check_no_effect(shown.id, row, may_have_happened=may_have_happened)
-            policy, arguments, broken = task_of(app, runtime, row, without_task=without_task)
+            policy, arguments, broken = task_of(app, runtime, connection, row, without_task=without_task)
             error = NotDeclined(change.reason, CANCELLED)
             concluded = conclude(connection, shown.id, row, error, policy, arguments, skip or broken)
             discards.supersede(connection, shown.id, None if shown.status == "accepted" else UNPUBLISHABLE)
             letters.store_failure(
                 connection,
-                letters.kept_delivery(shown.id, row, arguments),
+                _delivery_of(connection, shown.id, row, arguments),
                 claim_of(shown.id, row),
                 reason=concluded.reason,
                 last_error=concluded.end.error,
@@ -74,6 +79,14 @@ def cancel(
         return concluded.error
 
     return skipping_what_breaks(end)
+
+
+def _delivery_of(connection: Connection, id: OperationId, row: Row[Any], arguments: Mapping[str, Any]) -> Delivery:
+    """What the letter keeps of the operation's message. Of a stream's, what an earlier letter has: else the stream adds it later."""
+    delivery = letters.kept_delivery(id, row, arguments)
+    if not id.task.startswith(TASK_PREFIX) or (kept := stream_letters.kept_message(connection, id)) is None:
+        return delivery
+    return replace(delivery, headers=json.loads(kept))
 
 
 def _locked(connection: Connection, runtime: Runtime, shown: Shown) -> Any:

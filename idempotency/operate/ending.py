@@ -18,10 +18,14 @@ from ..attempt.policy import Policy
 from ..attempt.runtime import Runtime
 from ..errors import ChangeRefused, PermanentError, TransactionEnded
 from ..reasons import ON_FAILED_ERROR
+from ..store import stream_letters
 from ..store.statements import describe
+from ..streams.declaring import Stream, stream_of
+from ..streams.message import from_kept
 from ..wire import encoding, keys
 from ..wire.keys import OperationId
 from ..wire.message import Message
+from .change import called
 
 Answer = TypeVar("Answer")
 
@@ -38,9 +42,9 @@ def skipping_what_breaks(end: Callable[[str | None], Answer]) -> Answer:
 
 
 def known_task(app: Celery, name: str, *, without_task: bool) -> Any:
-    """The task of this name. Raises `ChangeRefused` if the application has none, unless `without_task`: then None."""
+    """The task of this name, or the stream. Raises `ChangeRefused` if the application has none, unless `without_task`: then None."""
     app.loader.import_default_modules()
-    task = app.tasks.get(name)
+    task = stream_of(name) or app.tasks.get(name)
     if hasattr(task, "retention_failed"):
         return task
     if not without_task:
@@ -52,10 +56,12 @@ def known_task(app: Celery, name: str, *, without_task: bool) -> Any:
 
 
 def task_of(
-    app: Celery, runtime: Runtime, row: Row[Any], *, without_task: bool
+    app: Celery, runtime: Runtime, connection: Connection, row: Row[Any], *, without_task: bool
 ) -> tuple[Policy, dict[str, Any], str | None]:
-    """The task's policy, the operation's arguments by name, and why they could not be read."""
+    """The task's policy, the operation's arguments by name, and why they could not be read. Raises `ChangeRefused`."""
     task = known_task(app, row.task, without_task=without_task)
+    if isinstance(task, Stream):
+        return _policy_of(task, runtime, connection, OperationId(row.tenant, row.task, row.key))
     if task is None:
         return Policy.by_settings(runtime.settings), {}, NO_TASK
     policy = Policy.of(task, runtime.settings)
@@ -63,6 +69,26 @@ def task_of(
         args, kwargs, _ = encoding.loads(Message.from_text(row.message).body)
         return policy, keys.bind(task.signature_of_run, args, kwargs), None
     except Exception as error:  # a message of another version
+        return policy, {}, describe(error)
+
+
+def _policy_of(
+    stream: Stream, runtime: Runtime, connection: Connection, id: OperationId
+) -> tuple[Policy, dict[str, Any], str | None]:
+    """The same of a stream, whose messages are with the broker, and with the dead letters of those that have failed before.
+
+    Raises `ChangeRefused` if its `on_failed` would have to be called without the event.
+    """
+    policy = stream.policy(runtime.settings)
+    if policy.on_failed is None:
+        return policy, {}, None
+    if (kept := stream_letters.kept_message(connection, id)) is None:
+        raise ChangeRefused(
+            f"{called(id)}: its on_failed takes the event, which only the stream has until the message has failed; let it end"
+        )
+    try:
+        return policy, {"event": stream.decode(from_kept(kept).value or b"")}, None
+    except Exception as error:  # other code than the message's
         return policy, {}, describe(error)
 
 

@@ -1,6 +1,6 @@
 """Operations that move money: a person changes them only with a token that proves who they are.
 
-A task declares it by `moves_money=True`. A saga moves money if it declares it, or if a task does that it has called or is undone by;
+A task or a stream declares it by `moves_money=True`. A saga moves money if it declares it, or if a task does that it has called or is undone by;
 then so does what it has called, whose end may have it undone. A task that this application does not know counts as moving money.
 """
 
@@ -15,6 +15,7 @@ from ..application import runtime_of
 from ..errors import NotAuthenticated
 from ..store import letter_operations, renaming, saga_reading
 from ..store.outbox import EXTERNAL
+from ..streams.declaring import TASK_PREFIX, stream_of
 from ..wire.keys import OperationId
 from .change import Change, called
 
@@ -25,6 +26,12 @@ def moves_money(app: Celery, connection: Connection, id: OperationId) -> bool:
     """Whether an operation moves money, as far as this application knows."""
     app.loader.import_default_modules()
     return any(_moves(app, task) for task in (id.task, *saga_reading.tasks_of(connection, id)))
+
+
+def stream_moves_money(app: Celery, name: str) -> bool:
+    """Whether the handler of the stream of this name moves money; one that is not known here counts as if it did."""
+    app.loader.import_default_modules()
+    return _moves(app, TASK_PREFIX + name)
 
 
 def service_moves_money(app: Celery, connection: Connection, service: str) -> bool:
@@ -59,7 +66,7 @@ def check_verified_for(app: Celery, service: str, change: Change) -> None:
 
 
 def _moves(app: Celery, name: str) -> bool:
-    task = app.tasks.get(name)
+    task = stream_of(name) or app.tasks.get(name)
     if task is None and name.startswith(EXTERNAL):  # an event for others, which runs nothing
         return False
     return bool(getattr(task, "moves_money", task is None))

@@ -13,10 +13,12 @@ from sqlalchemy import Connection, Row
 
 from ..application import runtime_of
 from ..errors import NotAuthenticated, ReplayRefused
+from ..framework import framework
 from ..reasons import ALTERED, CANCELLED, FOUND_BY_US, REVOKED, UNHANDLED, UNSIGNED
 from ..settings import Settings
-from ..store import dead_letters, erasure, letter_operations, operations, saga_changes, webhook_letters
+from ..store import dead_letters, erasure, letter_operations, operations, saga_changes, stream_letters, webhook_letters
 from ..store.statements import repeatable
+from ..streams.declaring import TASK_PREFIX
 from ..wire.keys import OperationId
 from ..wire.signing import signed_at
 from .change import Change, audit, called, repeated
@@ -67,7 +69,7 @@ def replay(app: Celery, letter: int, change: Change, *, confirmed: Collection[To
 
     `confirmed`: what was declined or cancelled only if a person was shown it so by `to_confirm`, and has confirmed it; None: in
     any case. Raises `NotConfirmed`, `OperationNotFound`, `ChangeRefused`, `NotAuthenticated` and `ReplayRefused`, the last also
-    for an operation whose end a saga has used, for a webhook that was erased or redelivered, and for a message without a
+    for an operation whose end a saga has used, for a message of a stream that its letter does not have yet, for a webhook that was erased or redelivered, and for a message without a
     valid signature where one is required.
     """
     app.loader.import_default_modules()  # a letter whose operation is not known yet is named by its task
@@ -80,6 +82,7 @@ def replay(app: Celery, letter: int, change: Change, *, confirmed: Collection[To
         service = runtime.settings.service
         _check_signature(connection, letter, runtime.settings)
         _check_not_erased(connection, letter)
+        _check_has_message(connection, letter)
         _reopen_webhook(connection, letter)
         details: dict[str, Any] = {"dead_letter": letter}
         if (stopped := saga_changes.stopped_by(connection, letter)) is not None:
@@ -151,6 +154,19 @@ def _check_not_erased(connection: Connection, letter: int) -> None:
     if (at := erasure.erased_at(connection, OperationId(row.tenant, row.task, row.key))) is not None:
         raise ReplayRefused(
             f"dead letter {letter}: the data of its operation was erased at {at:%F %T%z}; it never runs again"
+        )
+
+
+def _check_has_message(connection: Connection, letter: int) -> None:
+    """Raise `ReplayRefused` for a message of a stream that a person has cancelled, and that its stream has not come to since."""
+    row = dead_letters.show(connection, letter)
+    if (
+        row.source == "operation"
+        and (row.task or "").startswith(TASK_PREFIX)
+        and row.headers == stream_letters.WITHOUT_MESSAGE
+    ):
+        raise ReplayRefused(
+            f"dead letter {letter}: its message is not known yet; `{framework().command} stream` adds it when it comes there"
         )
 
 

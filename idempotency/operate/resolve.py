@@ -70,7 +70,7 @@ def resolve_effect(
                 entries = {**row.effects, name: resolved}
                 if conclusions.is_open(entries):
                     raise ChangeRefused(f"{called(shown.id)}: another effect is still open; resolve it first")
-                policy, arguments, broken = task_of(app, runtime, row, without_task=without_task)
+                policy, arguments, broken = task_of(app, runtime, connection, row, without_task=without_task)
                 cause, skip = _cause(row, change), skip or broken
                 concluded = conclude(connection, shown.id, row, cause, policy, arguments, skip, entries=entries)
                 ended = replace(concluded.end, changed={name: resolved, **concluded.end.changed})

@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 from celery import Celery
+from sqlalchemy import Connection
 
 from ..application import runtime_of
-from ..errors import ChangeRefused, OperationNotFound
+from ..errors import ChangeRefused, NotAuthenticated, OperationNotFound
 from ..store import streams
 from ..store.streams import Place
 from .change import Change, audit, repeated
+from .money import NEEDS_TOKEN, stream_moves_money
+
+
+def needs_token(app: Celery, connection: Connection, place: Place, to: int) -> bool:
+    """Whether a person has to prove who they are: on the way back in a stream that moves money, which may be handled again.
+
+    Forwards, nothing is moved, only left out.
+    """
+    row = streams.lock(connection, place)
+    is_back = row is not None and row.position is not None and to < row.position
+    return is_back and stream_moves_money(app, place.consumer)
 
 
 def seek_stream(
@@ -18,7 +30,8 @@ def seek_stream(
 
     Messages that come again are known by their keys, for as long as their records are kept; those that are passed over are not
     handled. `take`: also from a process that has the partition, whose commit then matches nothing; it reads again from there.
-    Raises `OperationNotFound` for a partition that no process has ever had, and `ChangeRefused` for one that a process has.
+    Raises `OperationNotFound` for a partition that no process has ever had, `ChangeRefused` for one that a process has, and
+    `NotAuthenticated` for a way back in a stream that moves money, by a person who has not proved who they are.
     """
     runtime = runtime_of(app)
     place = Place(runtime.settings.service, consumer, topic, partition)
@@ -35,6 +48,8 @@ def seek_stream(
             raise ChangeRefused(
                 f"stream {consumer}: {place} is being handled; stop its processes, or take it from them with --take"
             )
+        if not change.is_verified and needs_token(app, connection, place, to):
+            raise NotAuthenticated(f"stream {consumer}: {NEEDS_TOKEN}")
         fence = streams.seek(connection, place, to)
         before: int | None = row.position
         details = said | {

@@ -46,11 +46,15 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A partition, as its owner has taken it: the offset of the next message, None before the first, and the owner's fence."""
+    """A partition, as its owner has taken it: the offset of the next message, None before the first, and the owner's fence.
+
+    `is_from_silent`: the owner before was another process, and had not given it back.
+    """
 
     place: Place
     position: int | None
     fence: int
+    is_from_silent: bool = False
 
     def at(self, position: int) -> Held:
         """The same, further on."""
@@ -62,13 +66,15 @@ _MINE = f"{_PLACE} AND fence = %(fence)s"
 _LEASE = "clock_timestamp() + make_interval(secs => %(lease)s)"
 _FENCE = "pg_catalog.nextval('idempotency.fence')"
 
+# What it returns of the owner before is as the statement began: one that has come and gone since is not seen.
 _TAKE = f"""
 INSERT INTO idempotency.stream_positions AS p (service, consumer, topic, partition, fence, owner, locked_until)
 VALUES (%(service)s, %(consumer)s, %(topic)s, %(partition)s, {_FENCE}, %(owner)s, {_LEASE})
 ON CONFLICT (service, consumer, topic, partition) DO UPDATE SET fence = {_FENCE}, owner = %(owner)s, locked_until = {_LEASE}
 WHERE %(regardless)s OR p.owner IS NULL OR p.owner = %(owner)s OR p.locked_until < clock_timestamp()
    OR p.owner = ANY(%(dead)s::text[])
-RETURNING position, fence
+RETURNING position, fence,
+    (SELECT b.owner <> %(owner)s FROM idempotency.stream_positions b WHERE {_PLACE}) IS TRUE AS is_from_silent
 """
 
 # Of an owner whose commit had no answer: it waits for that commit's lock, and what comes of it later matches nothing.
@@ -80,6 +86,20 @@ WHERE {_MINE} RETURNING position, fence
 _BEGIN = (
     f"UPDATE idempotency.stream_positions SET position = %(position)s WHERE {_MINE} AND position IS NULL RETURNING 1"
 )
+
+# Of two processes that begin at once, the second finds what the first has noted.
+_LOCK_TOPIC = "SELECT pg_catalog.pg_advisory_xact_lock(pg_catalog.hashtextextended(%(topic_of)s, 0))"
+_HAS_BEGUN = """
+SELECT FROM idempotency.stream_positions
+WHERE service = %(service)s AND consumer = %(consumer)s AND topic = %(topic)s AND position IS NOT NULL LIMIT 1
+"""
+_BEGIN_TOPIC = f"""
+INSERT INTO idempotency.stream_positions AS p (service, consumer, topic, partition, position, fence)
+SELECT %(service)s, %(consumer)s, %(topic)s, partition, position, {_FENCE}
+FROM unnest(%(partitions)b::int[], %(positions)b::bigint[]) AS given(partition, position)
+WHERE NOT EXISTS ({_HAS_BEGUN})
+ON CONFLICT (service, consumer, topic, partition) DO UPDATE SET position = excluded.position WHERE p.position IS NULL
+"""
 
 # Raises division_by_zero if it matches no row, so that no COMMIT can follow. An owner that freezes from here on is disconnected within
 # half a lease, as the holder of an operation is: the next one waits for this row.
@@ -162,25 +182,13 @@ UPDATE idempotency.stream_positions SET position = %(to)s, fence = {_FENCE}, own
 WHERE {_PLACE} RETURNING fence
 """
 
-# Operations that a person has opened again, with what their letters have kept of the message.
-_REOPENED = """
-SELECT r.tenant, r.key, letter.headers FROM idempotency.records r CROSS JOIN LATERAL (
-    SELECT headers, status, generation FROM idempotency.dead_letters d
-    WHERE (d.tenant, d.task, d.key) = (r.tenant, r.task, r.key) AND d.source = 'operation' ORDER BY d.id DESC LIMIT 1
-) letter
-WHERE r.queue = %(queue)s AND r.available_at <= clock_timestamp() AND r.service = %(service)s AND r.task = %(task)s
-  AND letter.status = 'replayed' AND letter.generation < r.generation
-ORDER BY r.available_at LIMIT %(limit)s
-"""
-
-_LETTER = """
-SELECT bool_or(status = 'open') AS is_open FROM idempotency.dead_letters
-WHERE digest = %(digest)s AND starts_with(queue, 'stream.')
-"""
-
-# A role without `pg_read_all_stats` sees of others' connections that they are there, and not what they do.
-_STANDBY_LAG = """
-SELECT count(*) AS standbys, max(extract(epoch FROM replay_lag))::float8 AS lag, coalesce(bool_or(state IS NULL), false) AS is_hidden
+# A role without `pg_read_all_stats` sees of others' connections that they are there, and not what they do. A base backup, say,
+# replays nothing. Positions in the log are in bytes.
+_STANDBYS = """
+SELECT count(replay_lsn) AS standbys, max(extract(epoch FROM replay_lag))::float8 AS lag,
+       min(pg_catalog.pg_wal_lsn_diff(replay_lsn, '0/0'))::bigint AS replayed,
+       pg_catalog.pg_wal_lsn_diff(pg_catalog.pg_current_wal_lsn(), '0/0')::bigint AS written,
+       coalesce(bool_or(state IS NULL), false) AS is_hidden
 FROM pg_catalog.pg_stat_replication
 """
 
@@ -194,7 +202,7 @@ def take(
     """
     fields = {"owner": owner, "lease": lease, "regardless": regardless, "dead": list(dead)}
     row = execute(connection, _TAKE, place.fields() | fields).fetchone()
-    return None if row is None else Held(place, row.position, row.fence)
+    return None if row is None else Held(place, row.position, row.fence, row.is_from_silent)
 
 
 def take_again(connection: Connection, held: Held, *, lease: float) -> Held | None:
@@ -207,6 +215,23 @@ def begin(connection: Connection, held: Held, position: int) -> Held | None:
     """Note the offset of the first message that there is, before one is handled; None: not the owner."""
     row = execute(connection, _BEGIN, _mine(held) | {"position": position}).fetchone()
     return None if row is None else held.at(position)
+
+
+def has_begun(connection: Connection, service: str, consumer: str, topic: str) -> bool:
+    """Whether the consumer has a position in any partition of the topic."""
+    fields = {"service": service, "consumer": consumer, "topic": topic}
+    return execute(connection, _HAS_BEGUN, fields).fetchone() is not None
+
+
+def begin_topic(connection: Connection, service: str, consumer: str, topic: str, positions: Mapping[int, int]) -> None:
+    """Note where a consumer begins in all partitions that a topic has now, in the caller's transaction, unless it has begun.
+
+    A partition that is found later was added later, so its first message came after this.
+    """
+    fields = {"service": service, "consumer": consumer, "topic": topic}
+    execute(connection, _LOCK_TOPIC, {"topic_of": "/".join(fields.values())})
+    given = {"partitions": list(positions), "positions": list(positions.values())}
+    execute(connection, _BEGIN_TOPIC, fields | given)
 
 
 def advance(connection: Connection, held: Held, to: int, *, lease: float) -> None:
@@ -295,22 +320,13 @@ def seek(connection: Connection, place: Place, to: int) -> int:
     return fence
 
 
-def reopened(connection: Connection, service: str, task: str, queue: str, *, limit: int) -> Sequence[Row[Any]]:
-    """Tenant, key and kept message of operations that a person has opened again, the oldest first."""
-    fields = {"service": service, "task": task, "queue": queue, "limit": limit}
-    rows: Sequence[Row[Any]] = execute(connection, _REOPENED, fields).fetchall()
-    return rows
+def standbys(connection: Connection) -> Any:
+    """How many `standbys` there are, and whether how far they are `is_hidden` from this role.
 
-
-def has_open_letter(connection: Connection, digest: str) -> bool | None:
-    """Whether the dead letter of the message with this digest waits for a person; None: it has none."""
-    found: bool | None = execute(connection, _LETTER, {"digest": digest}).fetchone().is_open
-    return found
-
-
-def standby_lag(connection: Connection) -> Any:
-    """How many `standbys` there are, by how many seconds the slowest is behind (`lag`; None: none is), and whether that `is_hidden`."""
-    return execute(connection, _STANDBY_LAG).fetchone()
+    `lag`: by how many seconds the slowest was behind when it last replayed something; None: none is. `replayed` and `written`: how
+    far the slowest is in the log, and how far that goes.
+    """
+    return execute(connection, _STANDBYS).fetchone()
 
 
 def _mine(held: Held) -> dict[str, Any]:

@@ -7,7 +7,8 @@ DynamoDB has no clock that a condition can read. So whether a holder has died is
 written, since their clocks differ: whoever wants its place watches the item. A holder that lives renews its lease, which
 changes the number `renewals`; if fence and renewals stay the same for a whole lease, by the watcher's own monotonic clock,
 the holder has lost it, by its own clock, too. To keep no slot of a worker busy with that, a claim watches only if an
-earlier one by the same message has seen the item in the very same state (`seen`); otherwise it comes again after a pause.
+earlier one by the same message has seen the item in the very same state (`seen`); otherwise it comes again after a pause. Where a
+task's time limit is shorter than that, the item keeps how long it was watched in this state, and the next delivery watches the rest.
 
 Wall clocks decide two things: when a released operation is due, and when a record has passed its retention (DynamoDB's own
 deletion, by the attribute `expires_at`, may come days later). They have to agree far better than the shortest retention.
@@ -18,14 +19,14 @@ from __future__ import annotations
 import copy
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from ..extras import extra
 from ..store.answers import Claimed, Completed, Failed, Mismatch, Renewal, error_fields
 from ..wire.keys import OperationId
-from .store import Answer, Held, StoreAway, Stored, mismatch
+from .store import AT_ONCE, Answer, Held, StoreAway, Stored, Watch, mismatch
 
 # Characters. An item ends at 400 KB, with the names and all that is in it beside the result, which is some kilobytes.
 ROOM = 380 * 1000
@@ -35,6 +36,8 @@ KEY, EXPIRES = "id", "expires_at"
 ROUNDS = 10
 # How often a watcher looks, in a lease: a holder that renews is noticed by a look, and lets the watcher go.
 LOOKS = 6
+# Seconds until a message comes back whose watch was cut short by its time limit.
+WATCH_AGAIN = 1.0
 
 _FAILED = "ConditionalCheckFailedException"
 # The fence begins at the time in microseconds: it grows, too, for a key whose item was deleted.
@@ -46,6 +49,9 @@ REMOVE #result, #error, available_at
 _IS_NEW = "attribute_not_exists(id) OR expires_at < :now"
 _IS_SAME = "#state = :was AND fence = :fence AND #token = :seen_token AND renewals = :renewals"
 _IS_MINE = "#state = :started AND fence = :fence AND #token = :token"
+# Of a watch that is carried on: nobody has added to it since it was read, so that two watchers of one time count it once.
+_IS_FIRST = "(attribute_not_exists(watched_as) OR watched_as <> :mark)"
+_GOES_ON = "watched_as = :mark AND watched = :before"
 _NAMES = {"#state": "state", "#token": "token", "#result": "result", "#error": "error"}
 
 
@@ -81,8 +87,7 @@ class DynamoDBStore:
         holder: str,
         lease: float,
         keep: float,
-        seen: str = "",
-        rest: Callable[[float], object],
+        watch: Watch = AT_ONCE,
     ) -> Answer:
         asked_at, now = time.monotonic(), time.time()
         new = {":token": token, ":lease": lease, ":holder": holder, ":expires": int(now + keep), ":started": "started"}
@@ -113,8 +118,10 @@ class DynamoDBStore:
                 return answer
             is_mine = item["token"] == token and item["state"] == "started"
             if item["state"] == "started" and not is_mine:
-                if seen != _mark(item) or not self._is_still(id, item, rest):
-                    return Held(seen=_mark(item) if seen != _mark(item) else "")
+                if watch.seen != _mark(item):
+                    return Held(seen=_mark(item))
+                if (held := self._watch(id, item, watch)) is not None:
+                    return held
                 asked_at, now = time.monotonic(), time.time()
             same = {":was": item["state"], ":fence": item["fence"], ":seen_token": item["token"]}
             same |= {":renewals": item["renewals"]}
@@ -207,16 +214,24 @@ class DynamoDBStore:
             return answer["Table"], lives, answer["ResponseMetadata"]["HTTPHeaders"].get("date", "")
         raise AssertionError("no condition was given, so none has failed")
 
-    def _is_still(self, id: OperationId, item: Mapping[str, Any], rest: Callable[[float], object]) -> bool:
-        """Whether the holder does not renew for a whole lease, its own. Sleeps until that is known."""
-        lease, before = float(item["lease"]), (_mark(item), item["state"])
-        until = time.monotonic() + lease
+    def _watch(self, id: OperationId, item: Mapping[str, Any], watch: Watch) -> Held | None:
+        """None: the holder has not renewed for a whole lease, its own. Sleeps until that is known, or patience ends."""
+        lease, mark, state = float(item["lease"]), _mark(item), item["state"]
+        before = float(item["watched"]) if item.get("watched_as") == mark else None
+        begun = time.monotonic()
+        until = begun + min(lease - (before or 0.0), watch.patience)
         while (left := until - time.monotonic()) > 0:
-            rest(min(left, lease / LOOKS))
+            watch.rest(min(left, lease / LOOKS))
             now = self._get(id)
-            if not now or (_mark(now), now["state"]) != before:
-                return False
-        return True
+            if not now or (_mark(now), now["state"]) != (mark, state):
+                return Held()
+        if (watched := (before or 0.0) + time.monotonic() - begun) >= lease:
+            return None
+        same = {":was": state, ":fence": item["fence"], ":seen_token": item["token"], ":renewals": item["renewals"]}
+        same |= {":watched": watched, ":mark": mark} | ({} if before is None else {":before": before})
+        condition = f"{_IS_SAME} AND {_IS_FIRST if before is None else _GOES_ON}"
+        self._update(id, "SET watched = :watched, watched_as = :mark", condition, same)
+        return Held(WATCH_AGAIN, seen=mark)
 
     def _end(self, held: Claimed, state: str, change: str, values: dict[str, Any], keep: float) -> bool:
         values = values | _mine(held) | {":state": state, ":expires": int(time.time() + keep)}

@@ -14,14 +14,14 @@ from __future__ import annotations
 import copy
 import hashlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from ..store.answers import Claimed, Completed, Failed, Renewal, error_fields
 from ..wire.keys import OperationId
 from . import addresses
-from .store import Answer, Held, StoreAway, Stored, mismatch
+from .store import AT_ONCE, Answer, Held, StoreAway, Stored, Watch, mismatch
 
 if TYPE_CHECKING:
     from redis import Redis, RedisCluster
@@ -127,8 +127,7 @@ class RedisStore:
         holder: str,
         lease: float,
         keep: float,
-        seen: str = "",
-        rest: Callable[[float], object],
+        watch: Watch = AT_ONCE,
     ) -> Answer:
         asked_at = time.monotonic()
         answer, *fields = self._run(_CLAIM, id, token, _ms(lease), _ms(keep), holder, *fingerprints)

@@ -24,7 +24,7 @@ from ..store.answers import Claimed, Completed, Failed, Mismatch, Renewal, error
 from ..store.statements import describe, where
 from ..wire.delivery import Delivery
 from .runtime import StoreRuntime
-from .store import Held, StoreAway
+from .store import AT_ONCE, Held, StoreAway, Watch
 
 Body = Callable[["StoreAttempt"], Any]
 Outcome = Finished | Ended | Release | Completed | Failed | Mismatch | Held
@@ -126,18 +126,16 @@ def run(
     policy: Policy,
     body: Body,
     patiently: Patience,
-    *,
-    seen: str = "",
-    rest: Callable[[float], object] = time.sleep,
+    watch: Watch = AT_ONCE,
 ) -> Outcome:
     """Claim the operation, run its body and record the result; or answer from its record without running anything.
 
     `patiently` asks the store for as long as the caller can wait. `Held`: another attempt has the operation, or this one has
     lost it; nothing of it is recorded, and its message has to come again. Raises what `patiently` raises, and the exception
-    that ends the process. `seen` and `rest`: see `Store.claim`.
+    that ends the process.
     """
     token = secrets.token_hex(16)
-    answer = patiently(lambda: runtime.claim(delivery, token, seen=seen, rest=rest))
+    answer = patiently(lambda: runtime.claim(delivery, token, watch))
     if not isinstance(answer, Claimed):
         return answer
     attempt = StoreAttempt(runtime, answer, delivery, policy)

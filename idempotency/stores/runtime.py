@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from .. import objects
@@ -18,7 +18,7 @@ from ..store.answers import Claimed, Completed, Failed, Mismatch, Renewal
 from ..wire import results
 from ..wire.delivery import Delivery
 from .addresses import open_store
-from .store import TIMEOUT, Answer, Held
+from .store import TIMEOUT, Answer, Held, Watch
 
 # Seconds until an attempt whose result could not be put elsewhere is made again.
 PLACE_PAUSE = 30.0
@@ -51,8 +51,8 @@ class StoreRuntime:
         self.store.close()
         self._renewing.close()
 
-    def claim(self, delivery: Delivery, token: str, *, seen: str, rest: Callable[[float], object]) -> Answer:
-        """Claim the operation of a delivery, or learn from its record why not. Raises `StoreAway`, and what `rest` raises."""
+    def claim(self, delivery: Delivery, token: str, watch: Watch) -> Answer:
+        """Claim the operation of a delivery, or learn from its record why not. Raises `StoreAway`, and what a watch raises."""
         with metrics.phase(delivery.id.task, "claim"):
             answer = self.store.claim(
                 delivery.id,
@@ -61,8 +61,7 @@ class StoreRuntime:
                 holder=self.holder,
                 lease=self.settings.lease,
                 keep=self.keep,
-                seen=seen,
-                rest=rest,
+                watch=watch,
             )
         _count(answer, delivery.id.task)
         return answer

@@ -7,6 +7,8 @@ whoever has lost it changes nothing: every write compares the fence and the toke
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -52,6 +54,21 @@ class Stored:
         return self.state in ("completed", "failed")
 
 
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """What a claim may do to find out whether a holder is dead, where the store has no clock.
+
+    `seen`: what an earlier claim by this message was answered. `rest` sleeps so many seconds, and may raise to end the waiting.
+    `patience`: how many seconds it may last; what is left of it then is for the next claim.
+    """
+
+    seen: str = ""
+    rest: Callable[[float], object] = time.sleep
+    patience: float = math.inf
+
+
+AT_ONCE = Watch()
+
 Answer = Claimed | Completed | Failed | Mismatch | Held
 
 
@@ -85,14 +102,12 @@ class Store(Protocol):
         holder: str,
         lease: float,
         keep: float,
-        seen: str = "",
-        rest: Callable[[float], object],
+        watch: Watch = AT_ONCE,
     ) -> Answer:
         """Claim an operation under a new fence, higher than all before it, or say why not.
 
         The same token claims the same attempt again. `fingerprints`: of the arguments, by every known rule, that of new records
-        first. `keep`: how long a record is remembered that nobody ends. `seen`: what an earlier claim by this message was
-        answered. `rest` sleeps, and may raise to end the waiting. Raises `UnknownVersion` for a record of newer code.
+        first. `keep`: how long a record is remembered that nobody ends. Raises `UnknownVersion` for a record of newer code.
         """
 
     def renew(self, held: Sequence[Claimed], *, lease: float, keep: float) -> dict[str, Renewal]:

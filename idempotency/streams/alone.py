@@ -22,6 +22,10 @@ from .partition import Partition
 from .preparing import Prepared
 
 
+class HandlerExited(Exception):
+    """The handler has called `sys.exit`, which would end the process with every message that it has: an error, as any other."""
+
+
 class _NotOwner(Waiting):
     """The attempt has been given back: its position is another's. Past the body's own `except Exception`."""
 
@@ -38,7 +42,10 @@ def handle_alone(
     def body(attempt: Attempt) -> Any:
         nonlocal is_lost
         # as it came, also in a further round, and for `on_failed`, whatever this one makes of it
-        result = stream.handler(Handling(attempt, prepared.message), copy.deepcopy(prepared.event))
+        try:
+            result = stream.handler(Handling(attempt, prepared.message), copy.deepcopy(prepared.event))
+        except SystemExit as error:
+            raise HandlerExited(f"SystemExit: {error.code}") from error
         crash_point("stream.run")
         if partition is not None and not _advanced(attempt, partition, prepared.message.offset + 1):
             is_lost = True

@@ -19,27 +19,25 @@ from ..observe import metrics
 from ..observe.crash_points import crash_point
 from ..observe.logs import log
 from ..observe.outages import Pauses, reason
-from ..store import dead_letters, streams
+from ..store import dead_letters, stream_letters, streams
 from ..store.answers import Busy, Completed, Failed, Foreign, Mismatch
+from ..store.letters import headers_text
 from ..store.statements import describe, is_news
 from ..store.streams import PartitionLost
-from ..wire.keys import OperationId
 from .alone import handle_alone
 from .declaring import Stream
 from .holdings import Holdings
-from .message import from_kept
 from .partition import Partition
 from .preparing import Prepared, Refused, prepare, share
 from .reader import Reader
 from .refusing import refuse
+from .reopened import Reopened
 from .standby import Standbys
 from .together import Left, handle_together
 from .tracing import handled
 
 # Seconds that the loop waits for a first message, if there is nothing else to do.
 PATIENCE = 0.5
-# Seconds between two looks for operations that a person has opened again, and how many are run at a time.
-REOPENED_PAUSE, REOPENED_LIMIT = 3.0, 50
 # Seconds between two looks at a message that holds up its partition: whether a person has decided.
 STOPPED_PAUSE = 2.0
 # The longest wait, in seconds, for an attempt that another process has not ended: recovery may end it any time.
@@ -60,11 +58,7 @@ class Consumer:
         self._holdings = Holdings(runtime, stream)
         self._reader: Reader | None = None
         self._standbys = Standbys(runtime)
-        self._reopened_at = 0.0
-        # Reopened operations that this code cannot run: other code may, after a restart.
-        self._unreadable: set[OperationId] = set()
-        # Whose operations a person may have opened again, where this role sees those of one tenant at a time.
-        self._tenants = {runtime.settings.tenant}
+        self._reopened = Reopened(runtime, stream, self._policy, stop)
 
     def run(self, progressed: Callable[[], object] = lambda: None) -> None:
         """Handle messages until `stop` is set; then end the transaction that is open, and give all partitions back."""
@@ -122,9 +116,7 @@ class Consumer:
                 self._work(partition)
             if partition.is_lost:
                 self._reader.lost(partition)
-        if time.monotonic() >= self._reopened_at:
-            self._reopened_at = time.monotonic() + REOPENED_PAUSE
-            self._run_reopened()
+        self._reopened.run_those_due()
 
     def _waits(self) -> list[float]:
         """In how many seconds those go on that wait for something."""
@@ -152,7 +144,7 @@ class Consumer:
     def _handle(self, partition: Partition) -> None:
         crash_point("stream.fetched")
         first = partition.at_hand[0]
-        if first.offset in partition.alone or type(framework()) is not Framework:
+        if partition.is_alone(first.offset) or type(framework()) is not Framework:
             self._one(partition, prepare(self.stream, first, self._runtime.settings))
             return
         messages = list(islice(partition.at_hand, self.stream.batch))
@@ -164,7 +156,7 @@ class Consumer:
             self._one(partition, prepared[0])
 
     def _together(self, partition: Partition, prepared: list[Prepared]) -> None:
-        self._tenants.add(prepared[0].delivery.id.tenant)
+        self._reopened.tenants.add(prepared[0].delivery.id.tenant)
         first, last = prepared[0].message.offset, prepared[-1].message.offset
         try:
             with handled(self._runtime, self.stream, [each.message for each in prepared]):
@@ -191,7 +183,7 @@ class Consumer:
         if isinstance(prepared, Refused):
             self._refuse(partition, prepared, goes_on=self.stream.on_failure == "continue")
             return
-        self._tenants.add(prepared.delivery.id.tenant)
+        self._reopened.tenants.add(prepared.delivery.id.tenant)
         try:
             with handled(self._runtime, self.stream, [prepared.message]):
                 outcome = handle_alone(self._runtime, self.stream, self._policy, prepared, partition)
@@ -224,10 +216,19 @@ class Consumer:
             case Foreign(generation=generation, service=service):
                 refused = Refused(prepared.message, "service_mismatch", service)
                 self._refuse(partition, refused, goes_on=True, prepared=prepared, generation=generation)
-            case Ended() | Failed():
+            case Ended():
+                self._failed(partition, prepared, to)
+            case Failed():
+                self._keep(prepared)
                 self._failed(partition, prepared, to)
             case _:
                 raise AssertionError(f"no outcome of a stream: {outcome!r}")
+
+    def _keep(self, prepared: Prepared) -> None:
+        """Add the message to the letter of what a person has cancelled. First: once the letter can be replayed, it has to have it."""
+        id = prepared.delivery.id
+        with self._runtime.autocommit(id.tenant) as connection:
+            stream_letters.keep_message(connection, id, headers_text(prepared.message.kept()))
 
     def _failed(self, partition: Partition, prepared: Prepared, to: int) -> None:
         """An operation has failed for good, and its letter is stored."""
@@ -275,36 +276,6 @@ class Consumer:
             why = f"offset {refused.message.offset} is refused as {refused.reason}: discard its dead letter"
             self._holdings.stop(partition, why)
             partition.wait(STOPPED_PAUSE)
-
-    # ------------------------------------------------------------ what people have opened again
-
-    def _run_reopened(self) -> None:
-        """Run operations whose dead letters were replayed, from what the letters have kept, beside their partitions' order."""
-        stream, settings = self.stream, self._runtime.settings
-        with self._runtime.autocommit(*self._tenants) as connection:
-            limit = REOPENED_LIMIT + len(self._unreadable)
-            rows = streams.reopened(connection, settings.service, stream.task, stream.task, limit=limit)
-        for row in rows:
-            id = OperationId(row.tenant, stream.task, row.key)
-            if self._stop.is_set():
-                return
-            if id in self._unreadable:
-                continue
-            try:
-                prepared = prepare(stream, from_kept(row.headers or ""), settings)
-            except ValueError as error:
-                log.error("stream_letter_unreadable", stream=stream.name, key=row.key, error=describe(error))
-                self._unreadable.add(id)
-                continue
-            # by other code than the message's: its key or tenant may be read otherwise now, and it would be another operation
-            if not isinstance(prepared, Prepared) or prepared.delivery.id != id:
-                log.error("stream_letter_unreadable", stream=stream.name, key=row.key)
-                self._unreadable.add(id)
-                continue
-            try:
-                handle_alone(self._runtime, stream, self._policy, prepared, None)
-            except IdempotencyError as error:  # in doubt for long, or stored by newer code: the next look tries again
-                log.warning("stream_message_waits", stream=stream.name, error=str(error))
 
     def _count(self, counted_as: str, many: int = 1) -> None:
         if many:

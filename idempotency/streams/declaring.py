@@ -19,7 +19,7 @@ from ..wire.limits import BODY_DEPTH
 from .handling import Handling
 from .message import StreamMessage
 from .naming import Naming, naming
-from .sources import Source
+from .sources import RabbitStream, Source
 
 # In front of a stream's name, where an operation has its task, and its record its queue.
 TASK_PREFIX = "stream."
@@ -49,6 +49,7 @@ class Stream:
     on_failed: OnFailed | None
     retention_completed: float | None
     retention_failed: float | None
+    moves_money: bool
 
     def __call__(self, given: Handling, event: Any) -> Any:
         return self.handler(given, event)
@@ -93,6 +94,7 @@ def stream(
     on_failed: OnFailed | None = None,
     retention_completed: float | None = None,
     retention_failed: float | None = None,
+    moves_money: bool = False,
 ) -> Callable[[Handler], Stream]:
     """Handle each message of a stream once: the handler's writes, the record of the key and the position are one commit.
 
@@ -132,6 +134,7 @@ def stream(
             on_failed,
             retention_completed,
             retention_failed,
+            moves_money,
         )
         known = _declared.get(name)
         if known is not None and _home(known.handler) != _home(handler):
@@ -142,9 +145,21 @@ def stream(
     return declared
 
 
+def stream_of(task: str) -> Stream | None:
+    """The stream whose operations are of this task, if this process has declared it."""
+    return _declared.get(task.removeprefix(TASK_PREFIX)) if task.startswith(TASK_PREFIX) else None
+
+
 def declared_streams() -> Mapping[str, Stream]:
     """All streams that this process has declared, by name."""
     return dict(_declared)
+
+
+def rabbitmq_queues() -> list[str]:
+    """The queues of RabbitMQ that the declared streams read."""
+    return [
+        queue for each in _declared.values() if isinstance(each.source, RabbitStream) for queue in each.source.queues
+    ]
 
 
 def from_json(value: bytes) -> Any:

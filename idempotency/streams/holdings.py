@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Mapping
 
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
@@ -55,7 +56,7 @@ class Holdings:
         if held is None:
             return None
         with self._lock:
-            partition = self._held[at] = Partition(held)
+            partition = self._held[at] = Partition(held, suspected=self.stream.batch if held.is_from_silent else 0)
         metrics.stream_partitions_taken.labels(self.stream.name).inc()
         log.info(
             "stream_partition_taken", stream=self.stream.name, place=place, position=held.position, fence=held.fence
@@ -72,6 +73,16 @@ class Holdings:
             return False
         partition.held = held
         return True
+
+    def has_begun(self, topic: str) -> bool:
+        """Whether this consumer has a position in the topic, which an earlier process or another one has noted."""
+        with self.runtime.autocommit() as connection:
+            return streams.has_begun(connection, self.runtime.settings.service, self.stream.name, topic)
+
+    def begin_topic(self, topic: str, positions: Mapping[int, int]) -> None:
+        """Note where this consumer begins in all partitions that the topic has now, if it has not begun."""
+        with self.runtime.transaction() as connection:
+            streams.begin_topic(connection, self.runtime.settings.service, self.stream.name, topic, positions)
 
     def ask_again(self, partition: Partition) -> bool:
         """After a commit without an answer: read where the partition is, under a new fence. False: it is another's."""

@@ -16,12 +16,11 @@ from sqlalchemy.exc import TimeoutError as PoolTimeout
 from ..errors import BrokerUnavailable, SettingsError
 from ..extras import extra
 from ..framework import framework
-from ..hosts import Allowed, is_loopback
 from ..observe.crash_points import crash_point
 from ..observe.logs import log
-from ..settings import Settings
 from ..store.statements import is_news
 from .holdings import At, Holdings
+from .kafka_options import configuration
 from .message import StreamMessage
 from .partition import Partition
 from .reader import AHEAD
@@ -33,56 +32,6 @@ ANSWER = 10.0
 TAKE_AGAIN = 1.0
 # Seconds between two copies of the positions to the broker.
 COPY = 1.0
-# Seconds that a body may take longer than a lease is renewed, before the group counts its process as gone.
-POLL_MARGIN = 60.0
-# librdkafka's name for "begin where the group's offset says", which is never used; so a fetch without a position is an error.
-_SAFE = {
-    "enable.auto.commit": "false",
-    "enable.auto.offset.store": "false",
-    "auto.offset.reset": "error",
-    "isolation.level": "read_committed",
-    "partition.assignment.strategy": "cooperative-sticky",
-    "enable.partition.eof": "false",
-}
-
-
-def configuration(source: KafkaTopics, settings: Settings, *, name: str, instance: str | None) -> dict[str, Any]:
-    """What librdkafka is given. Raises `SettingsError` for an address that is missing or in plain text, and for what is fixed."""
-    given = {key: value.get_secret_value() for key, value in settings.kafka_options.items()} | dict(source.options)
-    if settings.kafka_servers is not None:
-        given.setdefault("bootstrap.servers", settings.kafka_servers.get_secret_value())
-    if not given.get("bootstrap.servers"):
-        raise SettingsError("idempotency_kafka_servers: not set, and a stream of this application is of Kafka")
-    if fixed := sorted(option for option in given if option in _SAFE or option in ("group.id", "group.instance.id")):
-        raise SettingsError(f"idempotency_kafka_options: {fixed[0]} is not yours to choose")
-    _check_encrypted(given, settings)
-    group = source.group or f"{settings.service}.{name}"
-    longest = int((settings.longest_run + POLL_MARGIN) * 1000)
-    fixed_options = {"group.id": group, "max.poll.interval.ms": longest}
-    if instance is not None:
-        fixed_options["group.instance.id"] = f"{instance}.{name}"
-    session = int(given.get("session.timeout.ms", 45_000))
-    return {"client.id": group} | given | {"session.timeout.ms": session} | _SAFE | fixed_options
-
-
-def _check_encrypted(given: dict[str, Any], settings: Settings) -> None:
-    """Raise `SettingsError` for servers on other machines that are reached in plain text, or without looking who they are."""
-    allowed = Allowed.of(settings.plain_text_hosts)
-    hosts = [
-        each.strip().rpartition("://")[2].rpartition(":")[0].strip("[]")
-        for each in given["bootstrap.servers"].split(",")
-    ]
-    others = [host for host in hosts if not is_loopback(host) and not allowed.has_host(host)]
-    is_verified = (
-        str(given.get("security.protocol", "")).lower() in ("ssl", "sasl_ssl")
-        and str(given.get("enable.ssl.certificate.verification", "true")).lower() == "true"
-        and str(given.get("ssl.endpoint.identification.algorithm", "https")).lower() == "https"
-    )
-    if others and not is_verified:
-        raise SettingsError(
-            "idempotency_kafka_options: security.protocol must be SSL or SASL_SSL, with certificates and names verified, or name "
-            "the host in idempotency_plain_text_hosts"
-        )
 
 
 class KafkaReader:
@@ -97,6 +46,8 @@ class KafkaReader:
         self._batch = holdings.stream.batch
         # Pausing throws away what librdkafka has fetched: not for a partition whose turn comes soon.
         self._limit = 2 * AHEAD * self._batch
+        # Topics whose ends are noted before anything is read of them.
+        self._to_begin = list(source.topics) if source.start == "latest" else []
         # What the group has given to this process, whether or not the position could be taken.
         self._assigned: set[At] = set()
         self._paused: set[At] = set()
@@ -141,16 +92,35 @@ class KafkaReader:
                 return None
             low, high = self._watermarks(at)
             partition.end = high
-            if partition.held.position is None:
-                begin = low if self._source.start == "earliest" else high
-                if not self._holdings.begin(partition, begin):
-                    raise BrokerUnavailable("another process has begun the partition")
+            # `low` also of `latest`: what was there then has a position
+            if partition.held.position is None and not self._holdings.begin(partition, low):
+                raise BrokerUnavailable("another process has begun the partition")
             return partition
         except (DBAPIError, PoolTimeout, BrokerUnavailable) as error:
             if not isinstance(error, DBAPIError) or is_news(error):
                 log.warning("stream_partition_not_taken", stream=self._holdings.stream.name, error=type(error).__name__)
             self._holdings.forget(at)
             return None
+
+    def _begin_topics(self) -> None:
+        """Note where `latest` is, of all partitions of a topic at once. Raises `BrokerUnavailable` and SQLAlchemy's errors."""
+        while self._to_begin:
+            topic = self._to_begin[-1]
+            if not self._holdings.has_begun(topic):
+                ends = {number: self._watermarks((topic, number))[1] for number in self._partitions(topic)}
+                self._holdings.begin_topic(topic, ends)
+            self._to_begin.pop()
+
+    def _partitions(self, topic: str) -> list[int]:
+        """The partitions of a topic; none, if there is no such topic."""
+        try:
+            found = self._consumer.list_topics(topic, timeout=ANSWER).topics[topic]
+        except self._kafka.KafkaException as error:
+            raise BrokerUnavailable(error.args[0].name()) from error
+        unknown = self._kafka.KafkaError.UNKNOWN_TOPIC_OR_PART, self._kafka.KafkaError._UNKNOWN_TOPIC
+        if found.error is not None and found.error.code() not in unknown:
+            raise BrokerUnavailable(found.error.name())
+        return sorted(found.partitions)
 
     def _watermarks(self, at: At) -> tuple[int, int]:
         try:
@@ -212,6 +182,7 @@ class KafkaReader:
 
     def poll(self, timeout: float) -> None:
         """Take and give up partitions, and add the messages that have come. Raises `BrokerUnavailable` and `SettingsError`."""
+        self._begin_topics()
         self._take_the_rest()
         for at in sorted(self._assigned):
             partition = self._holdings.get(at)

@@ -22,6 +22,8 @@ class Partition:
     waits_until: float = 0.0
     # Messages of these offsets are handled one by one, each in a transaction of its own.
     alone: range = range(0)
+    # So are the next ones, this many: the process that had them before may have died of one, and only alone is that counted.
+    suspected: int = 0
     # Whether another process, or a person, has the partition now.
     is_lost: bool = False
     # Whether a commit had no answer: where the partition is has to be read again before anything else.
@@ -52,6 +54,10 @@ class Partition:
             if each.offset >= self.position and not (self.at_hand and each.offset <= self.at_hand[-1].offset):
                 self.at_hand.append(each)
 
+    def is_alone(self, offset: int) -> bool:
+        """Whether the message at this offset has to have a transaction of its own."""
+        return self.suspected > 0 or offset in self.alone
+
     def wait(self, seconds: float) -> None:
         """Do nothing for so long; other partitions go on."""
         self.waits_until = time.monotonic() + seconds
@@ -61,6 +67,7 @@ class Partition:
         self.held = self.held.at(to)
         while self.at_hand and self.at_hand[0].offset < to:
             self.at_hand.popleft()
+            self.suspected = max(self.suspected - 1, 0)
         if self.alone.stop <= to:
             self.alone = range(0)
         if self.end is not None:

@@ -8,7 +8,7 @@ has it, it has all that came after it, because the oldest go first. A gap in the
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import datetime
 from functools import partial
@@ -44,6 +44,8 @@ LONGEST_PAUSE = 5.0
 CONNECT_TIMEOUT = 5.0
 # Seconds until the broker is asked why the message before the position does not come, and for which its last ones are waited for.
 ANCHOR_PATIENCE, END_PATIENCE = 3.0, 1.0
+# Seconds without a message after which the last one that has come is the last one there is.
+QUIET = 0.25
 
 
 class Subscription:
@@ -70,6 +72,8 @@ class RabbitReader:
         self._every: list[At] = [(source.name, number) for number in range(source.partitions or 1)]
         self._prefetch = min(AHEAD * holdings.stream.batch, 65_535)
         self._subscriptions: dict[At, Subscription] = {}
+        # Whether it has to be noted where the streams end, before anything is read of them.
+        self._is_to_begin = source.start == "latest"
         lease = holdings.runtime.settings.lease
         self._pause = min(lease / LOOKS, LONGEST_PAUSE)
         self._look_at = 0.0
@@ -108,6 +112,8 @@ class RabbitReader:
     # ------------------------------------------------------------ which partitions
 
     def _share(self) -> None:
+        if self._is_to_begin:
+            self._begin_stream()
         found = shares(self._holdings, self._every)
         for at in found.give_up:
             self._unsubscribe(at)
@@ -116,6 +122,30 @@ class RabbitReader:
             partition = self._holdings.take(at, regardless=False, dead=found.dead)
             if partition is not None:
                 self._subscribe(at, partition)
+
+    def _begin_stream(self) -> None:
+        """Note where `latest` is, of all partitions at once. Raises `BrokerUnavailable` and SQLAlchemy's errors."""
+        if not self._holdings.has_begun(self._source.name):
+            try:
+                ends = {number: end for _, number in self._every if (end := self._latest(number)) is not None}
+            except BROKER_ERRORS as error:
+                raise BrokerUnavailable(type(error).__name__) from error
+            self._holdings.begin_topic(self._source.name, ends)
+        self._is_to_begin = False
+
+    def _latest(self, number: int) -> int | None:
+        """The offset of the next message that will be published; None: there is no such stream."""
+        queue = self._source.queue(number)
+        try:
+            if (end := self._end_of(queue)) is not None:
+                return end
+            with self._broker.channel() as channel:  # it counts every five seconds
+                _, many, _ = channel.queue_declare(queue, passive=True)
+        except NotFound:
+            return None
+        if many:
+            raise BrokerUnavailable(f"{queue!r} has messages, and its last one does not come")
+        return 0
 
     def lost(self, partition: Partition) -> None:
         """Read the partition no longer; the next look shows whether it is free."""
@@ -130,7 +160,8 @@ class RabbitReader:
         """Read from the message before the position, or from `after`, the last one that came before a gap."""
         queue, known = self._source.queue(at[1]), partition.held.position
         anchor = after if after is not None or not known else known - 1
-        begin: Any = {"earliest": "first", "latest": "last"}[self._source.start] if known is None else anchor or 0
+        # "first" also of `latest`: what was there then has a position
+        begin: Any = "first" if known is None else anchor or 0
         try:
             channel = self._broker.channel()
             channel.auto_decode = False  # the value is bytes, whatever its headers say
@@ -213,29 +244,44 @@ class RabbitReader:
         The broker would wait until there is one of that offset, and with it miss those before.
         """
         subscription.asked_at = time.monotonic()
-        partition, queue = subscription.partition, self._source.queue(at[1])
-        offsets: list[int] = []
-        with self._broker.channel() as channel:
-            channel.basic_qos(0, self._prefetch, False)
-            received = partial(_note_offset, offsets)
-            channel.basic_consume(queue, TAG, no_ack=False, callback=received, arguments={OFFSET_HEADER: "last"})
-            until = time.monotonic() + END_PATIENCE
-            while time.monotonic() < until and subscription.last is None:
-                with suppress(TimeoutError):
-                    self._broker.drain_events(timeout=END_PATIENCE)
-            channel.basic_cancel(TAG)
+        partition = subscription.partition
+        end = self._end_of(self._source.queue(at[1]), is_wanted=lambda: subscription.last is None)
         if subscription.last is not None:
             return
-        if not offsets:  # a broker that is busy, or a stream in which there is nothing
+        if end is None:  # a broker that is busy, or a stream in which there is nothing
             self._unsubscribe(at)
             self._subscribe(at, partition, after=subscription.anchor)
-        elif (end := max(offsets) + 1) < partition.position:
+        elif end < partition.position:
             self._stop(
                 at,
                 partition,
                 f"position {partition.position}, and the stream of RabbitMQ ends at {end}: it was made anew; "
                 f"`{framework().command} stream seek` says where to go on",
             )
+
+    def _end_of(self, queue: str, *, is_wanted: Callable[[], bool] = lambda: True) -> int | None:
+        """The offset after the last message that a stream has, or had a moment ago; None: none has come."""
+        end: list[int] = []
+        with self._broker.channel() as channel:
+            channel.auto_decode = False
+            channel.basic_qos(0, self._prefetch, False)
+
+            def received(message: Any) -> None:
+                offset = (message.headers or {}).get(OFFSET_HEADER)
+                if isinstance(offset, int):
+                    end[:] = [offset + 1]
+                channel.basic_ack(message.delivery_tag)
+
+            channel.basic_consume(queue, TAG, callback=received, arguments={OFFSET_HEADER: "last"})
+            until = time.monotonic() + END_PATIENCE
+            while time.monotonic() < until and is_wanted():
+                before = list(end)
+                with suppress(TimeoutError):
+                    self._broker.drain_events(timeout=QUIET)
+                if end and end == before:
+                    break
+            channel.basic_cancel(TAG)
+        return end[0] if end else None
 
     def _stop(self, at: At, partition: Partition, why: str) -> None:
         self._unsubscribe(at)
@@ -268,9 +314,3 @@ class RabbitReader:
         except (DBAPIError, PoolTimeout) as error:
             log.warning("stream_member_not_removed", error=type(error).__name__)
         self._broker.collect()
-
-
-def _note_offset(offsets: list[int], message: Any) -> None:
-    offset = (message.headers or {}).get(OFFSET_HEADER)
-    if isinstance(offset, int):
-        offsets.append(offset)

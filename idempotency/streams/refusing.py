@@ -6,7 +6,7 @@ from sqlalchemy import Connection
 
 from ..attempt.runtime import Runtime
 from ..observe.logs import log
-from ..store import letters, streams
+from ..store import letters, stream_letters, streams
 from ..store.answers import error_text
 from ..store.letters import BrokerLetter
 from ..store.streams import PartitionLost
@@ -46,7 +46,7 @@ def refuse(
     tenant = settings.tenant if delivery is None else delivery.id.tenant
     digest = refused.message.digest(partition.place)
     with runtime.transaction(tenant) as connection:
-        is_open = streams.has_open_letter(connection, digest)
+        is_open = stream_letters.has_open_letter(connection, digest)
         if is_open is None:
             letters.store_message(connection, _letter(runtime, stream, refused, digest, tenant, delivery, generation))
         passes = goes_on or is_open is False

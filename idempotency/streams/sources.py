@@ -29,6 +29,11 @@ class RabbitStream:
     partitions: int | None
     start: Start
 
+    @property
+    def queues(self) -> list[str]:
+        """The queues that are its partitions, in order."""
+        return [self.queue(number) for number in range(self.partitions or 1)]
+
     def queue(self, partition: int) -> str:
         """The queue that is a partition."""
         return self.name if self.partitions is None else f"{self.name}-{partition}"
@@ -43,7 +48,8 @@ def kafka(
     """Read topics of Kafka, at `idempotency_kafka_servers`. Needs the extra `kafka`.
 
     `group`: the consumer group that divides the partitions among processes; by default, the application's and the stream's
-    names. `start`: where to begin if there is no position yet. `options`: librdkafka's, in addition to
+    names. `start`: where to begin if there is no position yet; `latest` is where each partition ends when the first process of the
+    consumer starts, and the beginning of a partition that is added later. `options`: librdkafka's, in addition to
     `idempotency_kafka_options`. Raises `SettingsError`.
     """
     if not topics or not all(isinstance(each, str) and each for each in topics):
@@ -59,8 +65,8 @@ def kafka(
 def rabbitmq_stream(name: str, *, partitions: int | None = None, start: Start = "earliest") -> RabbitStream:
     """Read a stream of RabbitMQ, over AMQP, on the application's broker.
 
-    `partitions`: of a super stream, as `rabbitmq-streams add_super_stream` makes one; None: a plain stream. `start`: where to
-    begin if there is no position yet; `latest` is the last chunk that the broker has then. Raises `SettingsError`.
+    `partitions`: of a super stream, as `rabbitmq-streams add_super_stream` makes one; None: a plain stream. `start`: as for
+    `kafka`. Raises `SettingsError`.
     """
     if not name:
         raise SettingsError("rabbitmq_stream: a name is missing")

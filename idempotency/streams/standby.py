@@ -1,8 +1,13 @@
-"""Waiting while Postgres' standby is behind, so that a failover loses no more than a setting allows."""
+"""Waiting while Postgres' standby is behind, so that a failover loses no more than a setting allows.
+
+Postgres measures a lag when something is replayed, so a standby that replays nothing seems to be where it was. Hence the second
+measure: how long ago this process has seen the log end where the standby is not yet.
+"""
 
 from __future__ import annotations
 
 import time
+from collections import deque
 
 from ..attempt.runtime import Runtime
 from ..errors import SettingsError
@@ -20,6 +25,8 @@ class Standbys:
         self._limit = runtime.settings.stream_standby_lag
         self._looked_at = float("-inf")
         self._found: str | None = None
+        # When the log ended where, as far as that is not replayed, the oldest first.
+        self._written: deque[tuple[float, int]] = deque()
 
     def behind(self) -> str | None:
         """Why to wait; None: go on. Raises `SettingsError` if this login may not see it, and SQLAlchemy's errors."""
@@ -32,11 +39,21 @@ class Standbys:
 
     def _look(self, limit: float) -> str | None:
         with self._runtime.autocommit() as connection:
-            found = streams.standby_lag(connection)
+            found = streams.standbys(connection)
         if found.is_hidden:
             raise SettingsError(
                 "idempotency_stream_standby_lag: this login may not see how far the standbys are; GRANT pg_read_all_stats to it"
             )
         if found.standbys == 0:
             return "no standby is connected"
-        return f"a standby is {found.lag:.0f} s behind" if found.lag is not None and found.lag > limit else None
+        lag = max(found.lag or 0.0, self._not_replayed_for(found.replayed))
+        if lag > limit:
+            return f"a standby is {lag:.0f} s behind"
+        self._written.append((time.monotonic(), found.written))
+        return None
+
+    def _not_replayed_for(self, replayed: int) -> float:
+        """For how many seconds, at least, something has been in the log that the slowest standby has not replayed."""
+        while self._written and self._written[0][1] <= replayed:
+            self._written.popleft()
+        return time.monotonic() - self._written[0][0] if self._written else 0.0

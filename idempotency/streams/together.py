@@ -106,7 +106,9 @@ def _run(
             attempt,
             lambda attempt: stream.handler(Handling(attempt, prepared.message), prepared.event),
         )
-    except Exception as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # SystemExit, too: it is the handler's, and ends no process
         # an error of the connection's is no fault of the message, but which one it was shows when each has its own
         raise Left(place, by_nature=attempt.stopped) from error
     return stored

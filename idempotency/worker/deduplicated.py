@@ -10,6 +10,7 @@ What Celery sees decides whether the message is acknowledged, so this is all tha
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Generic, cast
@@ -37,7 +38,7 @@ from ..store.answers import Completed, Failed, Mismatch
 from ..store.statements import describe, leave_out_values
 from ..stores.run import Outcome, StoreAttempt, run
 from ..stores.runtime import StoreRuntime
-from ..stores.store import Held
+from ..stores.store import Held, Watch
 from ..wire import keys
 from ..wire.delivery import Delivery
 from ..wire.headers import FINGERPRINT_HEADER, KEY_HEADER, SEEN_HEADER, TENANT_HEADER, senders_headers
@@ -48,7 +49,7 @@ from .options import check_values
 from .retrying import RetriedTask
 from .store_runtimes import store_runtime_of
 from .using import P
-from .waiting import Waiting
+from .waiting import SHARE_OF_TIME_LIMIT, Waiting
 
 # A name and not an import, as in Celery: installation.py imports this module.
 INSTALL = "idempotency.installation:install_for_stores"
@@ -265,7 +266,7 @@ class DeduplicatedTask(Without, RetriedTask[P, R_co], Generic[P, R_co]):
         while True:
             waiting = Waiting(self.name, time_limit=self._time_limit, is_eager=delivery.is_eager)
             try:
-                outcome = run(runtime, delivery, policy, self._body, waiting.answer, seen=seen, rest=rest)
+                outcome = run(runtime, delivery, policy, self._body, waiting.answer, Watch(seen, rest, self._patience))
             finally:
                 request.attempt = None
             if not delivery.is_eager:
@@ -323,6 +324,18 @@ class DeduplicatedTask(Without, RetriedTask[P, R_co], Generic[P, R_co]):
             raise NotHere(f"{self.name}: outside_key and fence exist only while the task runs")
         attempt: StoreAttempt = self.request.attempt
         return attempt
+
+    @property
+    def _patience(self) -> float:
+        """Seconds that a claim may watch a holder, before a time limit of either kind ends this delivery."""
+        if self.request.is_eager:
+            return math.inf
+        conf, (hard, soft) = self.app.conf, self.request.timelimit or (None, None)
+        limits = (
+            hard or self.time_limit or conf.task_time_limit,
+            soft or self.soft_time_limit or conf.task_soft_time_limit,
+        )
+        return min((SHARE_OF_TIME_LIMIT * limit for limit in limits if limit), default=math.inf)
 
     def _time_limit(self) -> float | None:
         limit: float | None = (self.request.timelimit or (None,))[0] or self.time_limit or self.app.conf.task_time_limit

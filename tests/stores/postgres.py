@@ -5,7 +5,7 @@ Only for these tests: `IdempotentTask` does not use it, because its record and i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from sqlalchemy import Engine, text
 from sqlalchemy.exc import DBAPIError
@@ -13,7 +13,7 @@ from sqlalchemy.exc import DBAPIError
 from idempotency.store import claims, ends, operations
 from idempotency.store.answers import Busy, Changed, Claimed, Foreign, Renewal, Stale, error_fields
 from idempotency.store.ends import FailedEnd
-from idempotency.stores.store import Answer, Held, Stored
+from idempotency.stores.store import AT_ONCE, Answer, Held, Stored, Watch
 from idempotency.wire.keys import OperationId
 from tests.support.operations import MESSAGE, SERVICE
 
@@ -36,8 +36,7 @@ class PostgresStore:
         holder: str,
         lease: float,
         keep: float,
-        seen: str = "",
-        rest: Callable[[float], object],
+        watch: Watch = AT_ONCE,
     ) -> Answer:
         for _ in range(10):
             with self.engine.connect() as connection:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -13,7 +14,7 @@ from idempotency.store import purge
 from idempotency.store.answers import Claimed, error_text
 from idempotency.stores.dynamodb import DynamoDBStore
 from idempotency.stores.redis import RedisStore
-from idempotency.stores.store import Answer, Held, Store
+from idempotency.stores.store import Answer, Held, Store, Watch
 from idempotency.wire.keys import OperationId
 from tests.stores.postgres import PostgresStore
 from tests.support.operations import SERVICE, age
@@ -60,6 +61,7 @@ class Scene:
         lease: float = LEASE,
         holder: str = "host|1",
         seen: str = "",
+        patience: float = math.inf,
     ) -> Answer:
         return self.store.claim(
             id,
@@ -68,8 +70,7 @@ class Scene:
             holder=holder,
             lease=lease,
             keep=KEEP,
-            seen=seen,
-            rest=time.sleep,
+            watch=Watch(seen, patience=patience),
         )
 
     def claim_again(self, id: OperationId, **options: Any) -> Answer:

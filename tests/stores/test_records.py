@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -70,12 +71,12 @@ def test_a_claim_that_reads_and_then_writes_would_be_noticed(scene: Scene) -> No
     assert won > 5
 
 
-def race(scene: Scene, many: int, id: Any = None, seen: str = "") -> list[Any]:
+def race(scene: Scene, many: int, id: Any = None, **options: Any) -> list[Any]:
     id, barrier = id or new_id(), threading.Barrier(many)
 
     def one(_: int) -> Any:
         barrier.wait()
-        return scene.claim(id, seen=seen)
+        return scene.claim(id, **options)
 
     with ThreadPoolExecutor(many) as threads:
         return list(threads.map(one, range(many)))
@@ -117,6 +118,45 @@ def test_a_renewal_during_the_watch_of_another_keeps_the_claim(scene: Scene) -> 
     assert isinstance(first, Held)
     threading.Timer(0.2, lambda: scene.store.renew([held], lease=LEASE, keep=KEEP)).start()
     assert isinstance(scene.claim(held.id, seen=first.seen), Held)
+
+
+@pytest.mark.parametrize("scene", ["dynamodb"], indirect=True)
+def test_a_watch_is_carried_on_by_the_next_claim(scene: Scene) -> None:
+    """As of a task whose time limit is shorter than the lease: no delivery of it could watch for that long."""
+    dead = scene.started(lease=0.9)
+    answer, begun, watches = scene.claim(dead.id), time.monotonic(), 0
+    while isinstance(answer, Held):
+        answer, watches = scene.claim(dead.id, seen=answer.seen, patience=0.25), watches + 1
+        assert watches < 20
+    assert isinstance(answer, Claimed)
+    assert (answer.attempts, answer.taken_over) == (2, True)
+    assert time.monotonic() - begun >= 0.9
+    assert watches > 2
+
+
+@pytest.mark.parametrize("scene", ["dynamodb"], indirect=True)
+def test_two_who_watch_at_once_count_the_time_once(scene: Scene) -> None:
+    dead = scene.started(lease=1.0)
+    first = scene.claim(dead.id)
+    assert isinstance(first, Held)
+    for _ in range(2):
+        answers = race(scene, 4, dead.id, seen=first.seen, patience=0.3)
+        assert all(isinstance(each, Held) for each in answers)
+    assert scene.state(dead.id) == "started"
+
+
+@pytest.mark.parametrize("scene", ["dynamodb"], indirect=True)
+def test_a_renewal_ends_what_was_watched_before(scene: Scene) -> None:
+    held = scene.started(lease=0.6)
+    first = scene.claim(held.id)
+    assert isinstance(first, Held)
+    part = scene.claim(held.id, seen=first.seen, patience=0.5)
+    assert isinstance(part, Held)
+    assert part.seen == first.seen
+    assert scene.store.renew([held], lease=0.6, keep=KEEP) == {held.token: Renewal.HELD}
+    second = scene.claim(held.id, seen=part.seen, patience=0.5)
+    assert isinstance(second, Held)
+    assert isinstance(scene.claim(held.id, seen=second.seen, patience=0.3), Held)
 
 
 @promise("a released operation waits until it is due")
@@ -326,7 +366,7 @@ def claim_in_process(addresses: list[str], key: str, number: int, gate: Any, ans
     for store in stores:
         store.read(OperationId("default", "t", key))  # connected
         gate.wait()
-        options: dict[str, Any] = {"holder": "h", "lease": LEASE, "keep": KEEP, "rest": lambda _: None}
+        options: dict[str, Any] = {"holder": "h", "lease": LEASE, "keep": KEEP}
         id = OperationId("default", "t", key)
         answer = store.claim(id, token=f"{number}", fingerprints=["v1:same"], **options)
         answers.put((store.name, type(answer).__name__))

@@ -270,7 +270,7 @@ def test_dynamodb_off_this_machine_needs_https(dynamodb_address: str, monkeypatc
 def test_an_item_stays_below_its_limit_with_the_longest_result(dynamodb_store: DynamoDBStore) -> None:
     id = new_id()
     held = dynamodb_store.claim(
-        id, token="t" * 32, fingerprints=["v1:" + "f" * 64], holder="h" * 300, lease=60.0, keep=60.0, rest=time.sleep
+        id, token="t" * 32, fingerprints=["v1:" + "f" * 64], holder="h" * 300, lease=60.0, keep=60.0
     )
     assert isinstance(held, Claimed)
     assert dynamodb_store.complete(held, "x" * dynamodb_store.room, retention=60.0)
@@ -283,7 +283,7 @@ def test_an_item_stays_below_its_limit_with_the_longest_result(dynamodb_store: D
 
 def works(store: Store) -> None:
     """One operation from its claim to a duplicate, and one that is dropped."""
-    options: dict[str, Any] = {"fingerprints": ["v1:f"], "holder": "h", "lease": 60.0, "keep": 60.0, "rest": time.sleep}
+    options: dict[str, Any] = {"fingerprints": ["v1:f"], "holder": "h", "lease": 60.0, "keep": 60.0}
     for _ in range(20):
         id = new_id()
         held = store.claim(id, token="one", **options)

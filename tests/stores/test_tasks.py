@@ -35,7 +35,7 @@ from idempotency import (
 )
 from idempotency.attempt.heartbeat import Heartbeat
 from idempotency.store.answers import Claimed
-from idempotency.stores.store import Held, Store, StoreAway
+from idempotency.stores.store import Held, Store, StoreAway, Watch
 from idempotency.wire import keys
 from idempotency.wire.headers import KEY_HEADER, SEEN_HEADER, WAITS_HEADER
 from idempotency.wire.keys import OperationId
@@ -225,11 +225,13 @@ def test_a_holder_that_has_died_is_replaced_under_the_same_outside_key(
 def dead_attempt(shop: Celery, task: Any, *args: Any) -> int:
     """A claim whose process has died, and whose lease is over. Returns its fence."""
     store, fingerprint = store_of(shop), keys.fingerprint(keys.bind(task.signature_of_run, args, {}))
-    options: dict[str, Any] = {"holder": "dead", "lease": 60.0, "keep": 600.0, "rest": time.sleep}
+    options: dict[str, Any] = {"holder": "dead", "lease": 60.0, "keep": 600.0}
     seen = ""
     for _ in range(2):
         token = uuid4().hex
-        answer = store.claim(id_of(task, args[0]), token=token, fingerprints=[fingerprint], seen=seen, **options)
+        answer = store.claim(
+            id_of(task, args[0]), token=token, fingerprints=[fingerprint], watch=Watch(seen), **options
+        )
         if isinstance(answer, Claimed):
             ageing(shop).lease_over(answer.id)
             return answer.fence
@@ -350,7 +352,7 @@ def test_a_message_whose_processes_have_died_in_every_attempt_fails_without_runn
 
 def test_a_record_of_newer_code_waits_for_a_worker_that_knows_it(shop: Celery, deliver: Any) -> None:
     key = new_key()
-    options: dict[str, Any] = {"holder": "new", "lease": 60.0, "keep": 600.0, "rest": time.sleep}
+    options: dict[str, Any] = {"holder": "new", "lease": 60.0, "keep": 600.0}
     store_of(shop).claim(id_of(returning, key), token="t", fingerprints=["v99:x"], **options)
     assert isinstance(deliver(returning, 1, key=key).value, Retry)
     assert len(copies(shop)) == 1

@@ -20,7 +20,7 @@ from idempotency.stores.store import Store, Stored
 from idempotency.wire.keys import OperationId
 from idempotency.worker.store_runtimes import close_store_runtimes
 from tests.stores import application
-from tests.stores.application import charge, slow
+from tests.stores.application import charge, hurried, slow
 from tests.stores.conftest import REGION, TABLE
 from tests.stores.promises import STORES, promise
 from tests.support import crashing
@@ -44,12 +44,12 @@ class Fleet:
             left.unlink()
         return crashing.plan(self.directory, point, action)
 
-    def stored(self, account: str) -> Stored | None:
-        return self.store.read(OperationId("default", charge.name, account))
+    def stored(self, account: str, task: str = charge.name) -> Stored | None:
+        return self.store.read(OperationId("default", task, account))
 
-    def completed(self, account: str) -> Stored:
+    def completed(self, account: str, task: str = charge.name) -> Stored:
         def look() -> Stored | None:
-            stored = self.stored(account)
+            stored = self.stored(account, task)
             return stored if stored is not None and stored.state == "completed" else None
 
         return eventually(look, timeout=60)
@@ -105,6 +105,17 @@ def test_a_kill_between_effect_and_record_repeats_the_effect_under_the_same_key(
     assert list(outside.calls.values()) == [2]  # one key, called twice
     assert list(outside.acts.values()) == [1]
     assert stored.attempts == 2
+
+
+def test_who_has_died_is_replaced_although_the_time_limit_is_shorter_than_the_lease(
+    fleet: Fleet, outside: OutsideWorld
+) -> None:
+    account = new_account()
+    fleet.plan("called", crashing.KILL_CHILD)
+    hurried.delay(account, outside.url)
+    stored = fleet.completed(account, hurried.name)
+    assert stored.attempts == 2
+    assert list(outside.calls.values()) == [2]
 
 
 @pytest.mark.few(1)

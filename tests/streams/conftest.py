@@ -39,7 +39,7 @@ def make_streaming(
         broker: StreamBroker = (
             KafkaBroker(kafka_cluster, topic, partitions)
             if kind == "kafka"
-            else RabbitBroker(servers.broker_url, topic, partitions, **arguments)
+            else RabbitBroker(arguments.pop("broker_url", servers.broker_url), topic, partitions, **arguments)
         )
         own, its_engine = environment | {"KAFKA_SERVERS": kafka_cluster.servers}, engine
         if apart:

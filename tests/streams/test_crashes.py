@@ -7,6 +7,7 @@ import pytest
 from tests.streams.conftest import Make
 from tests.support.crashing import KILL_CHILD
 from tests.support.outside import OutsideWorld
+from tests.support.processes import eventually
 from tests.support.streaming import Streaming, until_gone
 
 # Between these, all else happens; see `observe/crash_points`.
@@ -20,7 +21,7 @@ POINTS = (
     "stream.copied",
     "stream.given_up",
 )
-KINDS = ("rabbitmq", "kafka")
+KINDS = ("rabbitmq", pytest.param("kafka", marks=pytest.mark.long))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -81,6 +82,40 @@ def test_a_call_outside_happens_once_whenever_its_process_is_killed(
         streaming.wait_until_handled()
         assert streaming.entries() == [f"{point}-a0", f"{point}-a1"]
     assert list(outside.acts.values()) == [1] * 2 * len(points)  # under a key for each, whoever has called
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_message_that_kills_each_process_ends_as_a_dead_letter(make_streaming: Make, kind: str) -> None:
+    """In the transaction of many it is not counted; whoever takes over from the dead handles those one by one, and counts."""
+    streaming = make_streaming(kind)
+    streaming.environment["LEASE"] = "1"
+    accounts = streaming.broker.publish_many(5)
+    streaming.broker.publish({"account": "bad", "how": "kill"})
+    accounts += streaming.broker.publish_many(20, first=100)
+    processes = [streaming.start(max_attempts=2, batch=8)]
+
+    def has_ended_all() -> bool:
+        if processes[-1].has_ended and len(processes) < 9:
+            processes.append(streaming.start(max_attempts=2, batch=8))
+        return streaming.positions().get(0) == 26
+
+    eventually(has_ended_all, timeout=60, what=streaming.logs())
+    assert streaming.entries() == accounts
+    assert streaming.letters() == [("attempts_exhausted", "open")]
+    (record,) = streaming.query("SELECT status, attempts FROM idempotency.records WHERE key = 'bad'")
+    assert record.status == "failed"
+    assert [each.status for each in processes] == [-9, -9, -9, None]
+
+
+def test_a_handler_that_calls_exit_fails_as_by_any_error_and_ends_no_process(rabbit: Streaming) -> None:
+    rabbit.broker.publish_many(3)
+    rabbit.broker.publish({"account": "bad", "how": "exit"})
+    rabbit.broker.publish_many(3, first=10)
+    process = rabbit.start(max_attempts=2)
+    rabbit.wait_until_handled()
+    assert rabbit.entries() == ["a0", "a1", "a2", "a10", "a11", "a12"]
+    assert rabbit.letters() == [("attempts_exhausted", "open")]
+    assert process.end() == 0
 
 
 def test_one_that_is_stopped_ends_its_batch_and_gives_its_partitions_back(streaming: Streaming) -> None:

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
-from idempotency.errors import ReplayRefused
-from idempotency.operate.change import Change
+from idempotency.errors import ChangeRefused, ReplayRefused
+from idempotency.operate.cancel import cancel
+from idempotency.operate.change import Change, Shown
 from idempotency.operate.discard import approve, request
 from idempotency.operate.people import Person
 from idempotency.operate.replay import replay
 from idempotency.streams.message import from_kept
+from idempotency.wire.keys import OperationId
 from idempotency.wire.limits import HEADERS_COUNT
 from tests.support import bank
 from tests.support.processes import eventually
-from tests.support.streaming import Streaming, configure
+from tests.support.streaming import NAME, Streaming, configure
 
+# Of what does not depend on the broker: with RabbitMQ, and with Kafka in `make long`.
+FEW = pytest.mark.few(1)
 CHANGE = Change("ann", "tested", is_verified=True)
 
 
@@ -79,6 +84,7 @@ def test_a_message_beyond_a_limit_is_not_decoded(rabbit: Streaming) -> None:
     assert json.loads(headers)["stream-message"]["value_bytes"] == len(json.dumps({"account": "a1"}))
 
 
+@FEW
 def test_a_key_in_the_header_is_used_where_the_handler_names_none(streaming: Streaming) -> None:
     streaming.broker.publish({"account": "a0"}, idempotency_key="k1")
     streaming.broker.publish({"account": "a0"}, idempotency_key="k1")
@@ -121,6 +127,7 @@ def test_a_stream_that_stops_goes_on_once_its_letter_is_discarded(rabbit: Stream
     assert [status for _, status in rabbit.letters()] == ["discarded"]
 
 
+@FEW
 def test_a_letter_that_is_replayed_runs_once_beside_the_stream(streaming: Streaming) -> None:
     streaming.broker.publish({"account": "a0", "how": "permanent unless told"})
     streaming.broker.publish({"account": "a1"})
@@ -136,6 +143,88 @@ def test_a_letter_that_is_replayed_runs_once_beside_the_stream(streaming: Stream
     assert streaming.entries() == ["a1", "a0"]
     (row,) = streaming.query("SELECT status, generation FROM idempotency.records WHERE key = 'a0'")
     assert (row.status, row.generation) == ("completed", 2)
+
+
+def waiting(streaming: Streaming, account: str) -> Shown:
+    """An operation that waits for its next attempt, as a person sees it."""
+    sought = f"SELECT fence FROM idempotency.records WHERE key = '{account}' AND status = 'released'"
+    try:
+        (row,) = eventually(lambda: streaming.query(sought), timeout=8)
+    except AssertionError:
+        raise AssertionError(streaming.logs()[-3000:]) from None
+    return Shown(OperationId("default", f"stream.{NAME}", account), "released", row.fence)
+
+
+def cancelled(streaming: Streaming, shown: Shown) -> int:
+    configure(streaming.environment)
+    cancel(bank.app, shown, CHANGE)
+    return newest(streaming)
+
+
+@pytest.mark.parametrize("on_failure", ["continue", pytest.param("stop", marks=pytest.mark.long)])
+def test_what_a_person_cancels_is_replayed_once_from_its_letter(rabbit: Streaming, on_failure: str) -> None:
+    rabbit.environment["RETRY_BASE"] = "250"
+    rabbit.broker.publish({"account": "a0", "how": "error"})
+    rabbit.broker.publish({"account": "a1"})
+    rabbit.handler(on_failure=on_failure).declared()
+    process = rabbit.start(on_failure=on_failure)
+    shown = waiting(rabbit, "a0")
+    assert process.end() == 0
+    letter = cancelled(rabbit, shown)
+    with pytest.raises(ReplayRefused, match="its message is not known yet"):
+        replay(bank.app, letter, CHANGE)
+    rabbit.start(on_failure=on_failure)
+    rabbit.start(on_failure=on_failure)
+    if on_failure == "continue":
+        rabbit.wait_until_handled()
+        assert rabbit.entries() == ["a1"]
+    else:
+        rabbit.wait_until_stopped("offset 0 has failed")
+        assert rabbit.entries() == []
+    (rabbit.directory / "tried-a0").write_text("...")
+    replay(bank.app, letter, CHANGE)
+    eventually(lambda: sorted(rabbit.entries()) == ["a0", "a1"], what=rabbit.logs())
+    rabbit.wait_until_handled()
+    assert sorted(rabbit.entries()) == ["a0", "a1"]
+    assert rabbit.letters() == [("cancelled", "replayed")]
+
+
+def test_what_was_opened_again_and_is_cancelled_keeps_its_message(rabbit: Streaming) -> None:
+    rabbit.broker.publish({"account": "a0", "how": "permanent unless told"})
+    rabbit.handler().declared()
+    process = rabbit.start()
+    rabbit.wait_until_handled()
+    assert process.end() == 0
+    configure(rabbit.environment)
+    replay(bank.app, newest(rabbit), CHANGE)
+    letter = cancelled(rabbit, waiting(rabbit, "a0"))
+    (rabbit.directory / "told").touch()
+    replay(bank.app, letter, CHANGE)
+    rabbit.start()
+    eventually(lambda: rabbit.entries() == ["a0"], what=rabbit.logs())
+    (row,) = rabbit.query("SELECT status, generation FROM idempotency.records WHERE key = 'a0'")
+    assert (row.status, row.generation) == ("completed", 3)
+
+
+def test_on_failed_gets_the_event_or_the_cancel_is_refused(rabbit: Streaming) -> None:
+    rabbit.environment["RETRY_BASE"] = "250"
+    told: list[Any] = []
+    rabbit.broker.publish({"account": "a0", "how": "error"})
+    process = rabbit.start()
+    shown = waiting(rabbit, "a0")
+    assert process.end() == 0
+    rabbit.handler(on_failed=lambda session, operation, error: told.append(operation.arguments)).declared()
+    with pytest.raises(ChangeRefused, match="its on_failed takes the event"):
+        cancelled(rabbit, shown)
+    rabbit.handler().declared()
+    letter = cancelled(rabbit, shown)
+    process = rabbit.start()
+    rabbit.wait_until_handled()
+    assert process.end() == 0
+    replay(bank.app, letter, CHANGE)
+    rabbit.handler(on_failed=lambda session, operation, error: told.append(operation.arguments)).declared()
+    cancelled(rabbit, waiting(rabbit, "a0"))
+    assert told == [{"event": {"account": "a0", "how": "error"}}]
 
 
 def test_an_error_is_retried_and_the_attempts_are_counted(rabbit: Streaming) -> None:

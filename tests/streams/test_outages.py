@@ -112,14 +112,3 @@ def test_a_commit_whose_answer_is_lost_is_not_made_again(rabbit: Streaming, skip
         rabbit.wait_until_handled()
         assert proxy.cuts == 1
         assert rabbit.entries() == accounts
-
-
-@pytest.mark.parametrize("point", ["first", "last"])
-def test_it_begins_where_it_is_told_to(make_streaming: Make, point: str) -> None:
-    streaming = make_streaming("kafka")
-    streaming.broker.publish_many(10)
-    process = streaming.start_from("earliest" if point == "first" else "latest")
-    eventually(lambda: streaming.positions().get(0) is not None, what=process.log)
-    late = streaming.broker.publish_many(5, first=50)
-    streaming.wait_until_handled()
-    assert streaming.entries() == [*(f"a{number}" for number in range(10) if point == "first"), *late]

@@ -19,7 +19,12 @@ POINTS = ("stream.fetched", "stream.run", "stream.recorded", "stream.advanced", 
 
 
 @pytest.mark.parametrize(
-    ("kind", "points"), [("rabbitmq", POINTS), pytest.param("kafka", POINTS[1:4:2], marks=pytest.mark.long)]
+    ("kind", "points"),
+    [
+        ("rabbitmq", POINTS[1:4:2]),
+        pytest.param("rabbitmq", POINTS[0:5:2], marks=pytest.mark.long),
+        pytest.param("kafka", POINTS[1:4:2], marks=pytest.mark.long),
+    ],
 )
 def test_one_that_was_frozen_for_longer_than_its_lease_commits_nothing(
     make_streaming: Make, kind: str, points: tuple[str, ...]

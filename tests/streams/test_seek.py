@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import threading
+from dataclasses import replace
 
 import pytest
 from typer.testing import CliRunner, Result
 
+from idempotency.application import close_runtime
 from idempotency.cli.root import cli
-from idempotency.errors import ChangeRefused, OperationNotFound
+from idempotency.errors import ChangeRefused, NotAuthenticated, OperationNotFound
 from idempotency.operate.change import Change
+from idempotency.operate.rename import rename_service
 from idempotency.operate.seek import seek_stream
 from tests.streams.conftest import Make
 from tests.support import bank
@@ -25,8 +28,10 @@ def command(streaming: Streaming, *typed: object) -> Result:
     return CliRunner().invoke(cli, ["stream", *map(str, typed), "-A", "tests.support.bank"])
 
 
+@pytest.mark.few(1)
 def test_a_stream_that_is_sent_back_handles_nothing_twice(streaming: Streaming) -> None:
     accounts = streaming.broker.publish_many(20)
+    streaming.handler().declared()  # one that is not known here counts as moving money
     process = streaming.start()
     streaming.wait_until_handled()
     configure(streaming.environment)
@@ -45,6 +50,48 @@ def test_a_stream_that_is_sent_back_handles_nothing_twice(streaming: Streaming) 
     assert row.details["taken_from"].split("|")[3] == str(process.pid)
 
 
+@pytest.mark.few(1)
+def test_a_renamed_application_goes_on_where_it_was(streaming: Streaming) -> None:
+    accounts = streaming.broker.publish_many(10)
+    process = streaming.start()
+    streaming.wait_until_handled()
+    assert process.end() == 0
+    streaming.environment["SERVICE"] = "ledger"
+    configure(streaming.environment)
+    close_runtime(bank.app)
+    renamed = rename_service(bank.app, "bank", "ledger", replace(CHANGE, request_id=None, is_verified=True))
+    assert (renamed["records"], renamed["stream_positions"]) == (10, 1)
+    streaming.broker.publish_many(10)  # what was handled is known under the new name
+    accounts += streaming.broker.publish_many(5, first=50)
+    streaming.start()
+    streaming.wait_until_handled()
+    assert streaming.entries() == accounts
+
+
+def test_the_way_back_where_money_is_moved_needs_a_token(rabbit: Streaming) -> None:
+    rabbit.broker.publish_many(10)
+    process = rabbit.start()
+    rabbit.wait_until_handled()
+    assert process.end() == 0
+    configure(rabbit.environment)
+    topic = rabbit.broker.topic
+    rabbit.handler(moves_money=True).declared()
+    with pytest.raises(NotAuthenticated, match="needs an operator's token"):
+        seek_stream(bank.app, NAME, topic, 0, 5, CHANGE)
+    with pytest.raises(NotAuthenticated, match="needs an operator's token"):
+        seek_stream(bank.app, NAME, topic, 0, 5, CHANGE, take=True)
+    typed = ("seek", NAME, "--topic", topic, "--to", 5, "--reason", "again", "--as", "ann")
+    refused = command(rabbit, *typed)
+    assert refused.exit_code == 1
+    assert "IDEMPOTENCY_TOKEN" in str(refused.exception)
+    assert rabbit.positions() == {0: 10}
+    seek_stream(bank.app, NAME, topic, 0, 12, CHANGE)  # forwards: nothing is handled again
+    seek_stream(bank.app, NAME, topic, 0, 5, replace(CHANGE, request_id="r2", is_verified=True))
+    rabbit.handler().declared()
+    seek_stream(bank.app, NAME, topic, 0, 3, replace(CHANGE, request_id="r3"))
+    assert rabbit.positions() == {0: 3}
+
+
 def test_the_position_is_never_moved_where_no_one_has_been(rabbit: Streaming) -> None:
     configure(rabbit.environment)
     with pytest.raises(OperationNotFound, match="has ever had nowhere/0"):
@@ -53,6 +100,7 @@ def test_the_position_is_never_moved_where_no_one_has_been(rabbit: Streaming) ->
 
 def test_the_commands_show_and_move_positions(make_streaming: Make) -> None:
     streaming = make_streaming("rabbitmq", partitions=2)
+    streaming.handler().declared()
     streaming.broker.publish_many(10)
     assert json.loads(command(streaming, "status", "--json").stdout) == []
     process = streaming.start()

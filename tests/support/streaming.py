@@ -54,6 +54,10 @@ def deposit(stream: Handling, event: Mapping[str, Any]) -> str:
                     raise ValueError("the first two times")
         case "hold":
             crashing.reach("held")
+        case "kill":  # as a crash of the interpreter, or the kernel when memory is short
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "exit":
+            sys.exit("told to")
         case "effect":
             stream.session.rollback()
             stream.effect("call", bank.call, event["url"])
@@ -81,9 +85,11 @@ class Handler:
 def configure(environment: Mapping[str, str]) -> None:
     bank.configure(dict(environment))
     bank.app.conf.update(
+        idempotency_service=environment.get("SERVICE", bank.app.main),
         idempotency_kafka_servers=environment.get("KAFKA_SERVERS"),
         idempotency_kafka_options={"session.timeout.ms": "1500", "heartbeat.interval.ms": "100"},
         idempotency_heartbeat=float(environment["LEASE"]) / 4,
+        idempotency_stream_standby_lag=float(environment["STANDBY_LAG"]) if "STANDBY_LAG" in environment else None,
     )
 
 
@@ -242,7 +248,7 @@ class RabbitBroker(StreamBroker):
         self.published = [0] * self.partitions
 
     def source(self, **options: Any) -> RabbitStream:
-        return streams.rabbitmq_stream(self.topic, partitions=self.partitions, **options)
+        return streams.rabbitmq_stream(self.topic, **{"partitions": self.partitions, **options})
 
     def _publish(self, partition: int, value: bytes, headers: Mapping[str, Any]) -> None:
         named = {name.replace("_", "-"): each for name, each in headers.items()}
@@ -297,9 +303,10 @@ class Streaming:
     def handler(self, **options: Any) -> Handler:
         return Handler(self.broker.source(), options=options)
 
-    def consumer(self, stop: threading.Event, **options: Any) -> Consumer:
-        """A consumer in this process, whose turns the test takes."""
-        configure(self.environment)
+    def consumer(self, stop: threading.Event, *, configured: bool = False, **options: Any) -> Consumer:
+        """A consumer in this process, whose turns the test takes. `configured`: the application is as the test wants it."""
+        if not configured:
+            configure(self.environment)
         stream, runtime = self.handler(**options).declared(), self.runtime
         return Consumer(runtime, stream, lambda holdings: make_reader(bank.app, runtime, stream, None, holdings), stop)
 

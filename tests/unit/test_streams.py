@@ -9,7 +9,7 @@ import pytest
 from idempotency.errors import InvalidKey, MissingKey, SettingsError
 from idempotency.settings import Settings
 from idempotency.streams import StreamMessage, kafka, rabbitmq_stream, stream
-from idempotency.streams.kafka_reader import configuration
+from idempotency.streams.kafka_options import configuration
 from idempotency.streams.message import from_kept
 from idempotency.streams.naming import naming
 from idempotency.streams.preparing import Prepared, Refused, prepare, share
