@@ -25,6 +25,7 @@ from ..errors import BrokerUnavailable, SettingsError
 from ..framework import framework
 from ..observe.crash_points import crash_point
 from ..observe.logs import log
+from ..observe.outages import reason
 from ..wire.arriving import bound_what_arrives
 from .holdings import At, Holdings
 from .message import StreamMessage
@@ -87,7 +88,7 @@ class RabbitReader:
             self._broker.connect()
         except BROKER_ERRORS as error:
             self._broker.collect()
-            raise BrokerUnavailable(type(error).__name__) from error
+            raise BrokerUnavailable(reason(error)) from error
 
     def poll(self, timeout: float) -> None:
         """Take and give up partitions, and add the messages that have come. Raises `BrokerUnavailable`."""
@@ -101,7 +102,7 @@ class RabbitReader:
                 if each.anchor is not None and each.last is None and time.monotonic() - each.asked_at > ANCHOR_PATIENCE:
                     self._check_end(at, each)
         except BROKER_ERRORS as error:
-            raise BrokerUnavailable(type(error).__name__) from error
+            raise BrokerUnavailable(reason(error)) from error
 
     def _drain(self, timeout: float) -> None:
         with suppress(TimeoutError):  # nothing has come
@@ -129,7 +130,7 @@ class RabbitReader:
             try:
                 ends = {number: end for _, number in self._every if (end := self._latest(number)) is not None}
             except BROKER_ERRORS as error:
-                raise BrokerUnavailable(type(error).__name__) from error
+                raise BrokerUnavailable(reason(error)) from error
             self._holdings.begin_topic(self._source.name, ends)
         self._is_to_begin = False
 
@@ -174,7 +175,7 @@ class RabbitReader:
             self._holdings.stop(partition, f"RabbitMQ has no stream {queue!r}")
             self._holdings.give_up(at)
         except BROKER_ERRORS as error:
-            raise BrokerUnavailable(type(error).__name__) from error
+            raise BrokerUnavailable(reason(error)) from error
 
     def _unsubscribe(self, at: At) -> None:
         subscription = self._subscriptions.pop(at, None)
@@ -184,7 +185,7 @@ class RabbitReader:
                 subscription.channel.basic_cancel(TAG)
                 subscription.channel.close()
             except BROKER_ERRORS as error:
-                raise BrokerUnavailable(type(error).__name__) from error
+                raise BrokerUnavailable(reason(error)) from error
 
     def _received_by(self, at: At, subscription: Subscription, message: Any) -> None:
         try:
@@ -301,7 +302,7 @@ class RabbitReader:
         try:
             subscription.channel.basic_ack(tag, multiple=True)
         except BROKER_ERRORS as error:
-            raise BrokerUnavailable(type(error).__name__) from error
+            raise BrokerUnavailable(reason(error)) from error
         crash_point("stream.copied")
 
     def close(self) -> None:
