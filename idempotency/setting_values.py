@@ -43,6 +43,17 @@ def web_address(value: _Text) -> _Text:
 WebAddress = Annotated[str, AfterValidator(web_address)]
 
 
+def link(value: str) -> str:
+    try:
+        made = value.format(key="k", task="t", effect="e")
+    except (KeyError, ValueError, IndexError, AttributeError):
+        raise ValueError("must have no names in braces but {key}, {task} and {effect}") from None
+    if "{key}" not in value or not value.partition("{")[0].startswith(("https://", "http://")):
+        raise ValueError("must be an address that begins with https:// and has {key} in it")
+    web_address(made)
+    return value
+
+
 def oidc_keys(value: str) -> str:
     if "://" in value:
         web_address(value)

@@ -112,7 +112,7 @@ def test_an_admin_cannot_mint_a_second_identity_and_approve_with_it(
     for minting in (["add", "anna2", "--role", "admin"], ["add", "anna2", "--as-owner"], ["remove", "ann"]):
         refused = run("operators", *minting, token=ANN)
         assert (refused.status, "people are known by idempotency_people_file" in refused.error) == (1, True)
-    assert "needs the role admin, 'ben' is operator" in run("dead-letters", "approve", letter, token=BEN).error
+    assert "needs the role approver, 'ben' is operator" in run("dead-letters", "approve", letter, token=BEN).error
     assert "'ann' asked for it, so another admin" in run("dead-letters", "approve", letter, token=ANN).error
     assert [each.status for each in op.dead_letters(connection)] == ["open"]
     noted = connection.execute(text("SELECT actor FROM idempotency.audit WHERE action = 'refused' ORDER BY id"))

@@ -1,0 +1,24 @@
+"""Which code has failed: what its deploy calls it, on dead letters and signs of life. Code of 0017 runs beside this."""
+
+from alembic import op
+
+revision = "0018"
+down_revision = "0017"
+
+# The setting of the session that writes the row: so no statement names the column, and older code writes rows without it. Rows
+# from before have none. In two steps: a default that is given with the column would be computed for those as well.
+COLUMN = "ALTER TABLE idempotency.{} ADD COLUMN IF NOT EXISTS code_version text"
+DEFAULT = """ALTER TABLE idempotency.{} ALTER COLUMN code_version
+    SET DEFAULT nullif(pg_catalog.current_setting('idempotency.code_version', true), '')"""
+TABLES = ("dead_letters", "processes")
+
+
+def upgrade() -> None:
+    for table in TABLES:
+        op.execute(COLUMN.format(table))
+        op.execute(DEFAULT.format(table))
+
+
+def downgrade() -> None:
+    for table in TABLES:
+        op.execute(f"ALTER TABLE idempotency.{table} DROP COLUMN code_version")
