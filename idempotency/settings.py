@@ -155,11 +155,12 @@ class Settings(BaseModel):
     # The claim with the tenants whose operations a person sees and changes, "*" being all. None: everyone has all.
     oidc_tenants: str | None = Field(None, min_length=1)
     # The page of `idempotency web`: the address at which people reach it, what signs their sessions, for how long one lasts, and
-    # the secret of this client at the issuer, if it has one. The first two make people log in.
+    # the secret of this client at the issuer, if it has one, and what it asks the issuer for. The first two make people log in.
     web_url: WebAddress | None = None
     web_secret: SecretStr | None = Field(None, min_length=values.SECRET_LENGTH)
     web_session: float = Field(HOUR, ge=60, le=DAY)
     web_client_secret: SecretStr | None = None
+    web_scope: str = Field("openid", pattern=r"(^| )openid( |$)")
     # Where a provider shows a call by its key: an address with {key} in it, and perhaps {task} and {effect}.
     web_effect_link: Annotated[str, AfterValidator(values.link)] | None = None
 

@@ -2,6 +2,8 @@
 
 from alembic import op
 
+from idempotency.store.migrations.indexes import create_index
+
 revision = "0018"
 down_revision = "0017"
 
@@ -11,14 +13,19 @@ COLUMN = "ALTER TABLE idempotency.{} ADD COLUMN IF NOT EXISTS code_version text"
 DEFAULT = """ALTER TABLE idempotency.{} ALTER COLUMN code_version
     SET DEFAULT nullif(pg_catalog.current_setting('idempotency.code_version', true), '')"""
 TABLES = ("dead_letters", "processes")
+# Open letters of one reason in order, and all that they are counted by, so that counting reads no letter itself.
+GROUPS = """CREATE INDEX CONCURRENTLY dead_letters_groups ON idempotency.dead_letters (consumer_service, reason, id)
+    INCLUDE (task, header_task, code_version, tenant, failed_at) WHERE status = 'open'"""
 
 
 def upgrade() -> None:
     for table in TABLES:
         op.execute(COLUMN.format(table))
         op.execute(DEFAULT.format(table))
+    create_index(GROUPS)  # last, because it commits
 
 
 def downgrade() -> None:
+    op.execute("DROP INDEX IF EXISTS idempotency.dead_letters_groups")
     for table in TABLES:
         op.execute(f"ALTER TABLE idempotency.{table} DROP COLUMN code_version")
