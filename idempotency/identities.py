@@ -14,7 +14,7 @@ import re
 import stat
 import tomllib
 import unicodedata
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, date, datetime
 from functools import lru_cache
@@ -206,24 +206,37 @@ def _tenants(settings: Settings, claims: Mapping[str, Any]) -> frozenset[str] | 
 
 
 def _key(settings: Settings, token: str) -> Any:
-    """The issuer's key that the token names. Raises PyJWT's errors."""
+    """The issuer's key that the token names; one that names none is signed with its only key. Raises PyJWT's errors."""
     import jwt
 
     source = settings.oidc_keys or ""
+    named = jwt.get_unverified_header(token).get("kid")
     if source.startswith(("https://", "http://")):
         try:
-            return _client(source).get_signing_key_from_jwt(token)
+            client = _client(source)
+            return client.get_signing_key(named) if named is not None else _only(client.get_signing_keys())
         except (OSError, HTTPException, json.JSONDecodeError):  # it was broken off, or is something else
             raise jwt.PyJWKClientConnectionError from None
     try:
         keys = jwt.PyJWKSet.from_json(_read_protected(Path(source), "idempotency_oidc_keys"))
     except (ValueError, jwt.PyJWKSetError):
         raise SettingsError("idempotency_oidc_keys: is not a set of keys (JWKS)") from None
-    named = jwt.get_unverified_header(token).get("kid")
-    for key in keys.keys:
-        if key.key_id == named and key.public_key_use in (None, "sig"):
+    signing = [key for key in keys.keys if key.public_key_use in (None, "sig")]
+    if named is None:
+        return _only(signing)
+    for key in signing:
+        if key.key_id == named:
             return key
     raise jwt.InvalidKeyError
+
+
+def _only(keys: Sequence[Any]) -> Any:
+    """The only key there is (OpenID Connect Core, 10.1). Raises `InvalidKeyError` if there are several."""
+    import jwt
+
+    if len(keys) != 1:
+        raise jwt.InvalidKeyError
+    return keys[0]
 
 
 @lru_cache

@@ -32,7 +32,6 @@ def serve(
         from ..web.application import create_app
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     keep_lines_whole(logging.getLogger())
-    logging.getLogger("httpx").setLevel(logging.WARNING)  # it would log the addresses of the issuer, with codes in them
     served = create_app(celery, host=host, port=port, token=operators_token())
     desk = served.state.desk
     whose = "people log in" if desk.login is not None else f"everyone is {desk.sessions.everyone}"

@@ -104,6 +104,13 @@ class Desk:
 # ---------------------------------------------------------------- of one request
 
 
+class Fields(dict[str, str]):
+    """The fields of a query or a form, as a template reads them: what is not there is empty."""
+
+    def __missing__(self, name: str) -> str:
+        return ""
+
+
 def desk_of(request: Request) -> Desk:
     """The desk of the application that a request is for."""
     desk: Desk = request.app.state.desk

@@ -21,7 +21,7 @@ from ..store import alarms, dead_letters, doubts, operations
 from ..upkeep.notices import at_stake
 from ..wire.keys import OperationId
 from . import runbooks
-from .desk import ROWS, Desk, change_of, desk_of, form_of, letter_of, number, operation_of, seen, text_of, visitor_of
+from .desk import ROWS, Desk, Fields, change_of, desk_of, form_of, letter_of, number, operation_of, seen, text_of, visitor_of
 from .shown import done, page, path_of
 
 # The most rows of sagas, and of what still tries, on the page.
@@ -86,7 +86,7 @@ def _form(request: Request, fields: dict[str, str], *, status: int = 200, why: s
     key = None if effect is None else effect.get("key")
     return page(
         request, "resolve.html", status=status, title=f"What has become of {name}?", id=id, name=name, effect=effect, shown=shown,
-        of_saga=of_saga, letter=letter, schema=_schema(desk, id, name), why=why, given=fields,
+        of_saga=of_saga, letter=letter, schema=_schema(desk, id, name), why=why, given=Fields(fields),
         link=link_of(desk, id.task, name, key), action=path_of(id, "/doubts/resolve"),
     )  # fmt: skip
 

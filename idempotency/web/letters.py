@@ -18,7 +18,7 @@ from ..store.letter_pages import Letters
 from ..store.statements import repeatable
 from ..wire.keys import OperationId
 from . import runbooks
-from .desk import ROWS, change_of, desk_of, form_of, letter_of, number, text_of, visitor_of
+from .desk import ROWS, Fields, change_of, desk_of, form_of, letter_of, number, text_of, visitor_of
 from .preview import preview
 from .shown import done, page, path_of
 
@@ -49,7 +49,7 @@ def show_list(request: Request) -> Response:
     with desk.reading() as connection:
         rows = letter_pages.page(connection, desk.service, visitor.tenants, only, limit=ROWS + 1)
     return page(
-        request, "letters.html", title="Dead letters", rows=rows[:ROWS], only=asdict(only), filters=asked, ages=list(AGES),
+        request, "letters.html", title="Dead letters", rows=rows[:ROWS], only=asdict(only), filters=Fields(asked), ages=list(AGES),
         more=rows[ROWS - 1].id if len(rows) > ROWS else None, book=_book(request, only.reason),
     )  # fmt: skip
 

@@ -30,7 +30,7 @@ class Login:
 
     def __init__(self, celery: Any, settings: Settings) -> None:
         with extra("web"):
-            import authlib.integrations.httpx_client  # noqa: F401
+            import authlib.integrations.requests_client  # noqa: F401
         self._celery, self._settings = celery, settings
         self._about: tuple[float, dict[str, Any]] | None = None
         self._lock = threading.Lock()
@@ -54,8 +54,8 @@ class Login:
 
     def end(self, kept: dict[str, str], answered: dict[str, str]) -> Person:
         """Who has come back, by what the issuer's redirect says. Raises `NotAllowed`; the refusal of an ID token is audited."""
-        import httpx
         import jwt
+        import requests
         from authlib.common.errors import AuthlibBaseError
 
         if not hmac.compare_digest(kept["state"].encode(), answered.get("state", "").encode()):
@@ -65,10 +65,14 @@ class Login:
         try:
             with self._client() as client:
                 token = client.fetch_token(
-                    self._endpoint("token_endpoint"), code=answered["code"], code_verifier=kept["verifier"]
+                    self._endpoint("token_endpoint"),
+                    code=answered["code"],
+                    code_verifier=kept["verifier"],
+                    timeout=PATIENCE,
+                    allow_redirects=False,
                 ).get("id_token")
-        except (httpx.HTTPError, AuthlibBaseError, ValueError) as error:
-            log.warning("web_login_failed", error=type(error).__name__)
+        except (requests.RequestException, AuthlibBaseError, ValueError) as error:
+            log.warning("web_login_failed", error=type(error).__name__, said=getattr(error, "error", None))
             raise NotAuthenticated("login: the issuer did not take the code; log in again") from None
         person = authenticate(runtime_of(self._celery), token, role="reader", action="web login")
         nonce = jwt.decode(token, options={"verify_signature": False}).get("nonce")  # it was verified
@@ -77,39 +81,40 @@ class Login:
         return person
 
     def _client(self) -> Any:
-        from authlib.integrations.httpx_client import OAuth2Client
+        from authlib.integrations.requests_client import OAuth2Session
 
         secret = self._settings.web_client_secret
-        return OAuth2Client(
+        return OAuth2Session(
             self._settings.oidc_audience,
             None if secret is None else secret.get_secret_value(),
             scope=self._settings.web_scope,
             redirect_uri=self.callback,
             code_challenge_method="S256",
             token_endpoint_auth_method="none" if secret is None else "client_secret_basic",  # noqa: S106
-            timeout=PATIENCE,
         )
 
     def _endpoint(self, name: str) -> str:
         """An address that the issuer names for itself. Raises `NotAuthenticated` if it does not answer, or is another one."""
-        import httpx
+        import requests
 
         with self._lock:
             if self._about is not None and time.monotonic() - self._about[0] < KEPT:
                 return str(self._about[1][name])
             issuer = cast(str, self._settings.oidc_issuer)
             try:
-                answer = httpx.get(f"{issuer.rstrip('/')}/.well-known/openid-configuration", timeout=PATIENCE)
-                about: dict[str, Any] = answer.raise_for_status().json()
-                if about["issuer"] != issuer:
+                about = f"{issuer.rstrip('/')}/.well-known/openid-configuration"
+                answer = requests.get(about, timeout=PATIENCE, allow_redirects=False)
+                answer.raise_for_status()
+                found: dict[str, Any] = answer.json()
+                if found["issuer"] != issuer:
                     raise ValueError("another issuer")
                 for each in ENDPOINTS:
-                    web_address(str(about[each]))
-            except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
+                    web_address(str(found[each]))
+            except (requests.RequestException, ValueError, KeyError, TypeError) as error:
                 log.warning("web_issuer_unusable", error=type(error).__name__)
                 raise NotAuthenticated("login: idempotency_oidc_issuer does not say where to log in") from None
-            self._about = (time.monotonic(), about)
-            return str(about[name])
+            self._about = (time.monotonic(), found)
+            return str(found[name])
 
 
 def to_log_in(path: str) -> str:

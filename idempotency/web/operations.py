@@ -19,7 +19,7 @@ from ..store import operation_pages, operations, saga_reading
 from ..wire import encoding
 from ..wire.keys import OperationId
 from ..wire.message import Message
-from .desk import ROWS, change_of, desk_of, form_of, number, operation_of, seen, text_of, visitor_of
+from .desk import ROWS, Fields, change_of, desk_of, form_of, number, operation_of, seen, text_of, visitor_of
 from .doubts import link_of
 from .shown import done, masked, page, path_of
 from .timeline import entries
@@ -47,7 +47,7 @@ def show_list(request: Request) -> Response:
     if stage not in STAGES:
         raise ChangeRefused(f"stage: one of {', '.join(STAGES)}")
     rows, more = _page(request, stage, asked)
-    return page(request, "operations.html", title="Operations", rows=rows, stage=stage, stages=STAGES, filters=asked, more=more)
+    return page(request, "operations.html", title="Operations", rows=rows, stage=stage, stages=STAGES, filters=Fields(asked), more=more)
 
 
 def _page(request: Request, stage: str, asked: dict[str, str]) -> tuple[Any, str | None]:

@@ -16,7 +16,7 @@ from ..operate.saga import cancel_saga, retry_saga
 from ..store import saga_reading
 from ..store.saga_reading import Filter
 from ..wire.keys import OperationId
-from .desk import ROWS, change_of, desk_of, form_of, operation_of, seen, text_of, visitor_of
+from .desk import ROWS, Fields, change_of, desk_of, form_of, operation_of, seen, text_of, visitor_of
 from .shown import done, page, path_of
 
 STATUSES = ("RUNNING", "COMPENSATING", "COMPLETED", "FAILED")
@@ -46,7 +46,7 @@ def show_list(request: Request) -> Response:
         rows = saga_reading.list_sagas(connection, only, limit=ROWS)
     found = [row._asdict() | {"task": row.type, "why": None if row.why is None else json.loads(row.why)} for row in rows]
     more = rows[-1].created_at.isoformat() if len(rows) == ROWS else None
-    return page(request, "sagas.html", title="Sagas", rows=found, statuses=STATUSES, filters=asked, more=more)
+    return page(request, "sagas.html", title="Sagas", rows=found, statuses=STATUSES, filters=Fields(asked), more=more)
 
 
 def show(request: Request) -> Response:
