@@ -32,6 +32,8 @@ from .shown import done, page
 
 # The most letters of one; and how many of them its first stages have.
 MOST, STAGES = 500, (1, 10)
+# How the fields of a form begin that choose letters.
+FILTER = "only_"
 # Seconds for which its address is good.
 KEPT = 7 * 86400.0
 
@@ -67,7 +69,9 @@ def begin(request: Request) -> Response:
     """Choose the letters that match now. Those that come later are not among them."""
     visitor_of(request).require("operator", "replay")
     desk, visitor, form = desk_of(request), visitor_of(request), form_of(request)
-    only = replace(chosen(form), before=None, status="open")
+    # apart from the other fields: a filter is called `reason`, as is why a person does it
+    filters = {name.removeprefix(FILTER): value for name, value in form.items() if name.startswith(FILTER)}
+    only = replace(chosen(filters), before=None, status="open")
     if only == Letters():
         raise ChangeRefused("choose by reason, task, tenant, code version or age: not all open letters at once")
     change = change_of(request)

@@ -244,7 +244,7 @@ def test_an_operator_of_one_tenant_neither_sees_nor_changes_another(
         ("/saga/retry", named),
     ]:
         assert page.post(path, fields).status_code == 404, path
-    assert page.post("/bulk/begin", {"tenant": "globex", "reason": "x"}).status_code == 409
+    assert page.post("/bulk/begin", {"only_tenant": "globex", "reason": "x"}).status_code == 409
     assert actions(connection) == before
     assert [each.status for each in letters(connection)] == ["open", "open"]
     assert page.get(f"/letters/{mine.id}").status_code == 200
