@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sqlalchemy import Connection
+from sqlalchemy import Connection, Row
 
 from .overview import QUEUES
 
@@ -76,6 +76,13 @@ FROM (SELECT o.queue, o.status, o.completed_at, o.service, o.tenant, row_number(
 WHERE {_MINE} GROUP BY queue
 """
 
+# Also which code each is of, which a schema before 0018 does not know.
+_PROCESSES = """
+SELECT kind, name, host, pid, version, coalesce(code_version, '–') AS code_version, queues, started_at, seen_at,
+       extract(epoch FROM clock_timestamp() - seen_at)::float8 AS silent_seconds
+FROM idempotency.processes WHERE service = %(service)s ORDER BY kind, name, host, pid LIMIT 1000
+"""
+
 
 @dataclass(slots=True)
 class Stages:
@@ -118,6 +125,11 @@ class Flow:
                     stages.is_bounded |= bool(value)
                 elif name != "queue":
                     setattr(stages, name, value)
+
+
+def processes(connection: Connection, service: str) -> Sequence[Row[Any]]:
+    """The processes of `service` that have not shut down cleanly, with the version of their code."""
+    return connection.exec_driver_sql(_PROCESSES, {"service": service}).all()
 
 
 def flow(connection: Connection, service: str, tenants: Sequence[str] | None = None) -> Flow:

@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from ..store import alarms, flow, processes, schema
+from ..store import alarms, flow, schema
 from .desk import desk_of, visitor_of
 from .runbooks import about
 from .shown import page
@@ -24,7 +24,7 @@ def seen(request: Request) -> dict[str, Any]:
         settings = desk.settings
         with desk.reading() as connection:
             found = flow.flow(connection, desk.service, tenants)
-            alive = [row for row in processes.processes(connection) if row.service == desk.service]
+            alive = flow.processes(connection, desk.service)
             active = [] if tenants is not None else alarms.active(connection, desk.service)
             revision = schema.current_revision(connection)
         broker = desk.broker()
