@@ -135,7 +135,12 @@ def processes(connection: Connection, service: str) -> Sequence[Row[Any]]:
 def flow(connection: Connection, service: str, tenants: Sequence[str] | None = None) -> Flow:
     """Count what is where, of all tenants or of these."""
     found = Flow()
-    parameters = {"service": service, "tenants": None if tenants is None else list(tenants), "bound": BOUND, "since": SINCE}
+    parameters = {
+        "service": service,
+        "tenants": None if tenants is None else list(tenants),
+        "bound": BOUND,
+        "since": SINCE,
+    }
     for statement in (_SENT, _RUNNING, _RELEASED, _ENDED):
         found.take(connection.exec_driver_sql(statement, parameters))
     return found

@@ -16,7 +16,9 @@ BOUND = 200_000
 # In the place of a version of code: letters that have none.
 NO_VERSION = "-"
 
-_MINE = """(consumer_service = %(service)s) IS NOT FALSE AND (%(tenants)s::text[] IS NULL OR tenant = ANY(%(tenants)s))"""
+_MINE = (
+    """(consumer_service = %(service)s) IS NOT FALSE AND (%(tenants)s::text[] IS NULL OR tenant = ANY(%(tenants)s))"""
+)
 
 # What each filter adds to the statement; only those that are given, so that the planner sees what is asked.
 _CONDITIONS = {
@@ -102,9 +104,7 @@ def page(
     return connection.exec_driver_sql(_PAGE.format(conditions=only.conditions()), parameters).all()
 
 
-def ids(
-    connection: Connection, service: str, tenants: Sequence[str] | None, only: Letters, *, limit: int
-) -> list[int]:
+def ids(connection: Connection, service: str, tenants: Sequence[str] | None, only: Letters, *, limit: int) -> list[int]:
     """The ids of the oldest letters that match."""
     parameters = _parameters(service, tenants, limit=limit, **asdict(only))
     return list(connection.exec_driver_sql(_IDS.format(conditions=only.conditions()), parameters).scalars())

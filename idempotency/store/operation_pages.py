@@ -124,7 +124,15 @@ def page(
     queue, when, *key = after or (None,) * 5
     names = dict(zip(("after_tenant", "after_task", "after_key"), key, strict=True))
     parameters = _parameters(
-        service, tenants, task=task, tenant=tenant, status=status, at=when, after_queue=queue, limit=limit, window=WINDOW
+        service,
+        tenants,
+        task=task,
+        tenant=tenant,
+        status=status,
+        at=when,
+        after_queue=queue,
+        limit=limit,
+        window=WINDOW,
     )
     statement = _PAGE.format(at=at, condition=condition, order=order)
     rows = connection.exec_driver_sql(_FITTING.format(page=statement), parameters | names).all()
@@ -174,5 +182,10 @@ def names_of_tenants(
     connection: Connection, tenants: Sequence[str] | None, *, after: str | None, limit: int
 ) -> list[str]:
     """The tenants that have operations, by name. `after`: the last one before."""
-    parameters = {"tenants": None if tenants is None else list(tenants), "after": after, "limit": limit, "window": WINDOW}
+    parameters = {
+        "tenants": None if tenants is None else list(tenants),
+        "after": after,
+        "limit": limit,
+        "window": WINDOW,
+    }
     return list(connection.exec_driver_sql(_TENANTS, parameters).scalars())

@@ -81,7 +81,9 @@ class Sessions:
         if found is None or found["until"] <= time.time():
             return None
         if self._issuer is None:
-            return Visitor(self._person or Person(NOBODY, "reader"), found["until"], found["csrf"], self._person is not None)
+            return Visitor(
+                self._person or Person(NOBODY, "reader"), found["until"], found["csrf"], self._person is not None
+            )
         if found.get("known_by") != self._issuer or found.get("role") not in ROLES:
             return None
         return Visitor(_person(found), found["until"], found["csrf"], is_verified=True)

@@ -39,9 +39,7 @@ NEEDS = "0018"
 PLAIN = {"http": 80, "https": 443}
 
 
-def create_app(
-    celery: Celery, *, host: str = "127.0.0.1", port: int = 8500, token: str | None = None
-) -> Starlette:
+def create_app(celery: Celery, *, host: str = "127.0.0.1", port: int = 8500, token: str | None = None) -> Starlette:
     """The application for a server that listens on this host and port.
 
     Raises `SettingsError` where people would have to log in and cannot, and `NotAuthenticated` for a `token` that counts for nothing.
@@ -152,7 +150,9 @@ def _health(request: Request) -> Response:
 
 
 def _refused(request: Request, error: Exception) -> Response:
-    status = {OperationNotFound: 404, InvalidResult: 422}.get(type(error), 403 if isinstance(error, NotAllowed) else 409)
+    status = {OperationNotFound: 404, InvalidResult: 422}.get(
+        type(error), 403 if isinstance(error, NotAllowed) else 409
+    )
     return page(request, "error.html", status=status, title=_TITLES.get(status, "Refused"), why=str(error))
 
 

@@ -84,7 +84,12 @@ def begin(request: Request) -> Response:
         raise ChangeRefused(f"more than {MOST} letters match: choose fewer")
     if warnings and not form.get("confirmed"):
         return page(
-            request, "confirm.html", title="Some were declined or cancelled", warnings=warnings, chosen=len(ids), form=form
+            request,
+            "confirm.html",
+            title="Some were declined or cancelled",
+            warnings=warnings,
+            chosen=len(ids),
+            form=form,
         )
     read = {str(each.letter): _hash(each) for each in warnings}
     bulk = Bulk(uuid4().hex, ids, visitor.person.name, change.reason, read, bool(form.get("goes_on")))
@@ -158,17 +163,25 @@ def send(request: Request) -> Response:
     sent = 0
     for letter in found.next:
         change = Change(
-            person.name, bulk.reason, f"web:{bulk.id}:{letter}", is_verified=visitor.is_verified, check_person=person.check
+            person.name,
+            bulk.reason,
+            f"web:{bulk.id}:{letter}",
+            is_verified=visitor.is_verified,
+            check_person=person.check,
         )
         try:
             with desk.reading() as connection:
-                read = [each for each in to_confirm(connection, [letter]) if bulk.confirmed.get(str(letter)) == _hash(each)]
+                read = [
+                    each for each in to_confirm(connection, [letter]) if bulk.confirmed.get(str(letter)) == _hash(each)
+                ]
             replay(desk.celery, letter, change, confirmed=read)
         except (IdempotencyError, DBAPIError) as error:
             if isinstance(error, DBAPIError) and not is_row_error(error):
                 raise
             why = describe(error) if isinstance(error, DBAPIError) else str(error)
-            return done(request, f"/bulk?{urlencode({'of': text})}", f"Stopped after {sent}: letter {letter} was refused: {why}")
+            return done(
+                request, f"/bulk?{urlencode({'of': text})}", f"Stopped after {sent}: letter {letter} was refused: {why}"
+            )
         sent += 1
     return done(request, f"/bulk?{urlencode({'of': text})}", f"{sent} replayed.")
 

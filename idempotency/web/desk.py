@@ -90,6 +90,11 @@ class Desk:
                 self._kept[name] = (time.monotonic(), made)
             return made
 
+    def forget(self) -> None:
+        """Make anew what `recent` has kept."""
+        with self._lock:
+            self._kept.clear()
+
     def broker(self) -> Snapshot:
         """Ready messages and consumers by queue, as the broker has said in the last seconds. It may take `TIMEOUT` twice."""
 

@@ -21,7 +21,20 @@ from ..store import alarms, dead_letters, doubts, operations
 from ..upkeep.notices import at_stake
 from ..wire.keys import OperationId
 from . import runbooks
-from .desk import ROWS, Desk, Fields, change_of, desk_of, form_of, letter_of, number, operation_of, seen, text_of, visitor_of
+from .desk import (
+    ROWS,
+    Desk,
+    Fields,
+    change_of,
+    desk_of,
+    form_of,
+    letter_of,
+    number,
+    operation_of,
+    seen,
+    text_of,
+    visitor_of,
+)
 from .shown import done, page, path_of
 
 # The most rows of sagas, and of what still tries, on the page.
@@ -65,7 +78,9 @@ def ask(request: Request) -> Response:
     with desk.reading() as connection:
         letter_of(request, connection, letter)
     id = replay(desk.celery, letter, change_of(request), confirmed=())
-    return done(request, path_of(id), "The operation runs again, and asks the provider first if its call has `reconcile`.")
+    return done(
+        request, path_of(id), "The operation runs again, and asks the provider first if its call has `reconcile`."
+    )
 
 
 def form(request: Request) -> Response:

@@ -31,18 +31,27 @@ def seen(request: Request) -> dict[str, Any]:
         queues = {
             name: asdict(stages)
             | {"ended": stages.ended}
-            | {part: getattr(broker.queues[name], part, None) if name in broker.queues else None for part in ("ready", "consumers")}
-            for name, stages in sorted((found.queues | {name: flow.Stages() for name in broker.queues if name not in found.queues}).items())
+            | {
+                part: getattr(broker.queues[name], part, None) if name in broker.queues else None
+                for part in ("ready", "consumers")
+            }
+            for name, stages in sorted(
+                (found.queues | {name: flow.Stages() for name in broker.queues if name not in found.queues}).items()
+            )
         }
         return {
             "queues": queues,
             "broker_answered": broker.broker_answered,
             "processes": [
                 row._asdict() | {"is_silent": row.silent_seconds > settings.alarm_silence}
-                for row in sorted(alive, key=lambda row: (row.silent_seconds <= settings.alarm_silence, row.kind, row.name))
+                for row in sorted(
+                    alive, key=lambda row: (row.silent_seconds <= settings.alarm_silence, row.kind, row.name)
+                )
             ],
             "kinds": {kind: sum(row.kind == kind for row in alive) for kind in ("worker", "relay", "beat")},
-            "alarms": [{"name": row.name, "since": row.since, "page": about(row.name, settings.own_runbooks)} for row in active],
+            "alarms": [
+                {"name": row.name, "since": row.since, "page": about(row.name, settings.own_runbooks)} for row in active
+            ],
             "schema": revision,
             "newest_schema": schema.newest_revision(),
         }

@@ -118,7 +118,9 @@ class Guard:
         if body is None:
             return PlainTextResponse(f"a form has at most {FORM} bytes\n", 413)
         try:
-            fields = parse_qsl(body.decode(), keep_blank_values=True, strict_parsing=True, max_num_fields=FIELDS, errors="strict")
+            fields = parse_qsl(
+                body.decode(), keep_blank_values=True, strict_parsing=True, max_num_fields=FIELDS, errors="strict"
+            )
         except ValueError:
             return PlainTextResponse("not a form\n", 400)
         form = dict(fields)
@@ -135,7 +137,7 @@ async def _body(receive: Receive) -> bytes | None:
         message = await receive()
         if message["type"] != "http.request":
             return None
-        body += message.get("body", b"")
+        body += bytes(message.get("body", b""))
         if len(body) > FORM:
             return None
         if not message.get("more_body"):
@@ -159,7 +161,9 @@ def _with_headers(send: Send, place: Place, state: dict[str, Any], path: str) ->
             added = HEADERS | ({"strict-transport-security": "max-age=31536000"} if place.is_secure else {})
             if path.startswith("/static/"):
                 added = added | {"cache-control": "no-cache"}
-            headers = [(name, value) for name, value in message["headers"] if name.decode("latin-1").lower() not in added]
+            headers = [
+                (name, value) for name, value in message["headers"] if name.decode("latin-1").lower() not in added
+            ]
             headers += [(name.encode(), value.encode()) for name, value in added.items()]
             if (begins := state.get("begins")) is not None and not path.startswith(OPEN):
                 secure = "; Secure" if place.is_secure else ""

@@ -9,6 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from ..application import runtime_of
 from ..errors import ChangeRefused
 from ..operate import discard
 from ..operate.replay import NotConfirmed, replay, to_confirm
@@ -102,8 +103,6 @@ def ask_to_discard(request: Request) -> Response:
 
     @repeatable
     def ask() -> None:
-        from ..application import runtime_of
-
         with runtime_of(desk.celery).engine.begin() as connection:
             discard.request(connection, visitor.person, letter, change.reason, request_id=change.request_id)
 

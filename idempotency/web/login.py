@@ -59,7 +59,9 @@ class Login:
         from authlib.common.errors import AuthlibBaseError
 
         if not hmac.compare_digest(kept["state"].encode(), answered.get("state", "").encode()):
-            raise NotAuthenticated("login: it was begun in another browser, or another one was begun since; log in again")
+            raise NotAuthenticated(
+                "login: it was begun in another browser, or another one was begun since; log in again"
+            )
         if "code" not in answered:
             raise NotAuthenticated("login: the issuer has refused it")
         try:
@@ -90,7 +92,7 @@ class Login:
             scope=self._settings.web_scope,
             redirect_uri=self.callback,
             code_challenge_method="S256",
-            token_endpoint_auth_method="none" if secret is None else "client_secret_basic",  # noqa: S106
+            token_endpoint_auth_method="none" if secret is None else "client_secret_basic",
         )
 
     def _endpoint(self, name: str) -> str:

@@ -47,7 +47,16 @@ def show_list(request: Request) -> Response:
     if stage not in STAGES:
         raise ChangeRefused(f"stage: one of {', '.join(STAGES)}")
     rows, more = _page(request, stage, asked)
-    return page(request, "operations.html", title="Operations", rows=rows, stage=stage, stages=STAGES, filters=Fields(asked), more=more)
+    return page(
+        request,
+        "operations.html",
+        title="Operations",
+        rows=rows,
+        stage=stage,
+        stages=STAGES,
+        filters=Fields(asked),
+        more=more,
+    )
 
 
 def _page(request: Request, stage: str, asked: dict[str, str]) -> tuple[Any, str | None]:
@@ -56,15 +65,23 @@ def _page(request: Request, stage: str, asked: dict[str, str]) -> tuple[Any, str
     after = desk.sessions.read("after", asked.get("after", ""), age=NEXT)
     with desk.reading() as connection:
         if stage == "accepted":
-            since = None if after is None else (after[0], after[1])
+            following = None if after is None else (after[0], after[1])
             rows = operation_pages.accepted(
-                connection, desk.service, tenants, task=task, tenant=tenant, after=since, limit=ROWS
+                connection, desk.service, tenants, task=task, tenant=tenant, after=following, limit=ROWS
             )
             last = [rows[-1].queue, rows[-1].id] if len(rows) == ROWS else None
         else:
             since = None if after is None else [after[0], datetime.fromisoformat(after[1]), *after[2:]]
             rows, end = operation_pages.page(
-                connection, desk.service, tenants, stage, task=task, tenant=tenant, status=status, after=since, limit=ROWS
+                connection,
+                desk.service,
+                tenants,
+                stage,
+                task=task,
+                tenant=tenant,
+                status=status,
+                after=since,
+                limit=ROWS,
             )
             last = None if end is None else [end.queue, end.at.isoformat(), end.tenant, end.task, end.key]
     return rows, None if last is None else desk.sessions.sign("after", last)
@@ -86,7 +103,8 @@ def _shown(request: Request, id: OperationId, *, revealed: dict[str, Any] | None
         saga = None if row is None else saga_reading.show(connection, id)
         message = _message(connection, id)
     effects = {
-        name: effect | {"link": link_of(desk, id.task, name, effect.get("key"))} for name, effect in found["effects"].items()
+        name: effect | {"link": link_of(desk, id.task, name, effect.get("key"))}
+        for name, effect in found["effects"].items()
     }
     return page(
         request, "operation.html", title=id.task, id=id, found=found, effects=effects, saga=saga, message=message, revealed=revealed,

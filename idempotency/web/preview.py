@@ -45,7 +45,9 @@ def preview(desk: Desk, connection: Connection, letter: Any, operation: Mapping[
     found.runs, found.last = _runs(desk, letter, record), _last(letter, record)
     if operation is not None:
         id = OperationId(operation["tenant"], operation["task"], operation["key"])
-        found.calls = [_call(id, name, effect) for name, effect in operation["effects"].items() if effect["kind"] == "effect"]
+        found.calls = [
+            _call(id, name, effect) for name, effect in operation["effects"].items() if effect["kind"] == "effect"
+        ]
         found.heard = list(_heard(desk, connection, id, record))
     return found
 
@@ -65,7 +67,7 @@ def _last(letter: Any, record: Mapping[str, Any] | None) -> str:
     error = error_of(letter.last_error if record is None or record["error"] is None else record["error"])
     attempts = letter.attempts if record is None else record["attempts"]
     text = ": ".join(part for part in error.values() if part) or "nothing is recorded"
-    return f"after {attempts} attempts: {text}" if attempts else text
+    return f"after {attempts} attempt{'s' if attempts > 1 else ''}: {text}" if attempts else text
 
 
 def _call(id: OperationId, name: str, effect: Mapping[str, Any]) -> dict[str, str]:

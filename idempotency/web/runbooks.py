@@ -21,9 +21,7 @@ _LINK = re.compile(r"([a-z_]+|README)\.md(#.*)?")
 @cache
 def names() -> tuple[str, ...]:
     """The pages that there are."""
-    return tuple(
-        sorted(each.name.removesuffix(".md") for each in _folder().iterdir() if each.name.endswith(".md"))
-    )
+    return tuple(sorted(each.name.removesuffix(".md") for each in _folder().iterdir() if each.name.endswith(".md")))
 
 
 @cache

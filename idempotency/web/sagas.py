@@ -44,7 +44,9 @@ def show_list(request: Request) -> Response:
     )
     with desk.reading() as connection:
         rows = saga_reading.list_sagas(connection, only, limit=ROWS)
-    found = [row._asdict() | {"task": row.type, "why": None if row.why is None else json.loads(row.why)} for row in rows]
+    found = [
+        row._asdict() | {"task": row.type, "why": None if row.why is None else json.loads(row.why)} for row in rows
+    ]
     more = rows[-1].created_at.isoformat() if len(rows) == ROWS else None
     return page(request, "sagas.html", title="Sagas", rows=found, statuses=STATUSES, filters=Fields(asked), more=more)
 
@@ -76,7 +78,9 @@ def diagram(found: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def _stands(row: Mapping[str, Any], undo: Mapping[str, Any] | None) -> str:
     if undo is not None:
-        return {"done": "undone", "begun": "undoing", "failed": "undo failed"}.get(str(undo["state"]), str(undo["state"]))
+        return {"done": "undone", "begun": "undoing", "failed": "undo failed"}.get(
+            str(undo["state"]), str(undo["state"])
+        )
     return {"begun": "waiting", "not_happened": "not happened"}.get(str(row["state"]), str(row["state"]))
 
 

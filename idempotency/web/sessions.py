@@ -41,7 +41,13 @@ def end(request: Request) -> Response:
     desk = desk_of(request)
     kept = desk.sessions.read("login", request.cookies.get(KEPT, ""), age=LOGIN)
     if desk.login is None or kept is None:
-        return page(request, "error.html", status=403, title="Not logged in", why="the login was not begun here, or took too long")
+        return page(
+            request,
+            "error.html",
+            status=403,
+            title="Not logged in",
+            why="the login was not begun here, or took too long",
+        )
     try:
         person = desk.login.end(kept, dict(request.query_params))
     except NotAllowed as refusal:

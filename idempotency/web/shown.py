@@ -111,7 +111,9 @@ def pretty(value: Any) -> str:
 
 def path_of(id: Any, page: str = "/operation") -> str:
     """The address of the page about an operation, a row or a mapping that names one."""
-    named = id if isinstance(id, OperationId) else OperationId(*(_field(id, name) for name in ("tenant", "task", "key")))
+    named = (
+        id if isinstance(id, OperationId) else OperationId(*(_field(id, name) for name in ("tenant", "task", "key")))
+    )
     return f"{page}?{urlencode({'tenant': named.tenant, 'task': named.task, 'key': named.key})}"
 
 
@@ -176,5 +178,3 @@ def done(request: Request, path: str, text: str) -> Response:
     """After a change: to the page that shows it, which says once what was done."""
     said = desk_of(request).sessions.sign("said", text)
     return RedirectResponse(f"{path}{'&' if '?' in path else '?'}{urlencode({'said': said})}", 303)
-
-

@@ -27,7 +27,9 @@ def show(request: Request) -> Response:
         rows = [
             {
                 "name": name,
-                "usage": tenants.usage(connection, name, keys_limit=keys_limit, bytes_limit=bytes_limit) if is_limited else None,
+                "usage": tenants.usage(connection, name, keys_limit=keys_limit, bytes_limit=bytes_limit)
+                if is_limited
+                else None,
                 "keys": tenants.api_keys(connection, name),
             }
             for name in names[:FEW]

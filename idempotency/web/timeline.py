@@ -39,18 +39,28 @@ def _record(record: Mapping[str, Any] | None) -> Iterator[Entry]:
         return
     yield Entry(record["created_at"], "record", "first claimed")
     if record["generation"] > 1:
-        yield Entry(record["opened_at"], "record", f"generation {record['generation']} opened", "", "replayed by a person")
+        yield Entry(
+            record["opened_at"], "record", f"generation {record['generation']} opened", "", "replayed by a person"
+        )
     fence, holder = f"fence {record['fence']}", record["locked_by"]
     if record["status"] == "started":
         taken = ", taken over" if record["taken_over"] else ""
-        yield Entry(record["updated_at"], "attempt", f"attempt {record['attempts']} holds it", "started", f"{fence}{taken}, {holder}")
+        yield Entry(
+            record["updated_at"],
+            "attempt",
+            f"attempt {record['attempts']} holds it",
+            "started",
+            f"{fence}{taken}, {holder}",
+        )
     elif record["status"] == "released":
         details = "; ".join(filter(None, [fence, _said(record["error"])]))
         yield Entry(record["updated_at"], "attempt", f"attempt {record['attempts']} let go", "released", details)
         yield Entry(record["available_at"], "attempt", "next attempt is due", "", "")
     else:
         details = fence if record["status"] == "completed" else f"{fence}; {_said(record['error'])}"
-        yield Entry(record["completed_at"], "record", f"ended after {record['attempts']} attempts", record["status"], details)
+        yield Entry(
+            record["completed_at"], "record", f"ended after {record['attempts']} attempts", record["status"], details
+        )
 
 
 def _said(error: Any) -> str:
@@ -94,7 +104,11 @@ def _audit(rows: list[Mapping[str, Any]]) -> Iterator[Entry]:
 
 def _steps(rows: list[Mapping[str, Any]]) -> Iterator[Entry]:
     for row in rows:
-        called = "" if row["call_key"] is None else f"{row['call_task']} {row['call_key']}: {row['call_status'] or 'accepted'}"
+        called = (
+            ""
+            if row["call_key"] is None
+            else f"{row['call_task']} {row['call_key']}: {row['call_status'] or 'accepted'}"
+        )
         details = "; ".join(filter(None, [called, _said(row["error"])]))
         yield Entry(row["begun_at"], "saga", f"{row['kind']} {row['name']}", row["state"], details)
 
@@ -102,4 +116,10 @@ def _steps(rows: list[Mapping[str, Any]]) -> Iterator[Entry]:
 def _events(rows: list[Mapping[str, Any]]) -> Iterator[Entry]:
     for row in rows:
         state = "unused" if row["used_by"] is None else "used"
-        yield Entry(row["received_at"], "event", f"event {row['event_type']}", state, f"match {row['match']}, id {row['event_id']}")
+        yield Entry(
+            row["received_at"],
+            "event",
+            f"event {row['event_type']}",
+            state,
+            f"match {row['match']}, id {row['event_id']}",
+        )

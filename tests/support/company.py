@@ -62,7 +62,17 @@ def running() -> Iterator[Company]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-W", "ignore", "-m", "oidc_provider_mock", "--port", str(port), "--require-nonce", "--require-registration"]
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        "-m",
+        "oidc_provider_mock",
+        "--port",
+        str(port),
+        "--require-nonce",
+        "--require-registration",
+    ]
     for name, (role, tenants) in PEOPLE.items():
         groups = [] if role is None else [f"idempotency-{role}"]
         command += ["--user-claims", json.dumps({"sub": name, "groups": groups, "tenants": tenants})]

@@ -48,7 +48,9 @@ def served(app: Celery, port: int) -> Iterator[str]:
     """The page on this port, until the block ends; its address."""
     page = create_app(app, port=port)
     server = uvicorn.Server(
-        uvicorn.Config(page, host="127.0.0.1", port=port, log_config=None, access_log=False, timeout_graceful_shutdown=1)
+        uvicorn.Config(
+            page, host="127.0.0.1", port=port, log_config=None, access_log=False, timeout_graceful_shutdown=1
+        )
     )
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
@@ -103,9 +105,9 @@ def morning(app: Celery, deliveries: Deliveries, connection: Connection) -> None
             raise ValueError("connection to the mail server refused")
 
     options: dict[str, Any] = {"base": IdempotentTask, "bind": True, "shared": False}
-    payments = app.task(
-        name="payments.capture", key="{payment_id}", max_attempts=1, amount="{cents} EUR", **options
-    )(capture)
+    payments = app.task(name="payments.capture", key="{payment_id}", max_attempts=1, amount="{cents} EUR", **options)(
+        capture
+    )
     mails = app.task(name="mails.receipt", key="{order_id}", max_attempts=1, **options)(mail)
 
     @saga("orders.place", key="{order_id}", entity="order_id", events={"order.picked": "{order_id}"}, app=app)
@@ -136,7 +138,9 @@ def morning(app: Celery, deliveries: Deliveries, connection: Connection) -> None
         text("UPDATE idempotency.dead_letters SET failed_at = failed_at - interval '75 minutes', code_version = '2026.11.27-4'"
              " WHERE key LIKE '%-0001' OR key LIKE '%-0002' OR key LIKE '%-0003'")
     )  # fmt: skip
-    connection.execute(text("UPDATE idempotency.dead_letters SET code_version = '2026.11.28-1' WHERE code_version IS NULL"))
+    connection.execute(
+        text("UPDATE idempotency.dead_letters SET code_version = '2026.11.28-1' WHERE code_version IS NULL")
+    )
     connection.execute(
         text(
             "INSERT INTO idempotency.processes (kind, name, host, pid, service, version, queues, started_at, seen_at, code_version)"
@@ -149,6 +153,8 @@ def morning(app: Celery, deliveries: Deliveries, connection: Connection) -> None
         {"service": op.SERVICE},
     )
     connection.execute(
-        text("INSERT INTO idempotency.alarms (service, name, since) VALUES (:service, 'silent/worker/worker3@shop-3/shop-3/4003', now() - interval '5 minutes')"),
+        text(
+            "INSERT INTO idempotency.alarms (service, name, since) VALUES (:service, 'silent/worker/worker3@shop-3/shop-3/4003', now() - interval '5 minutes')"
+        ),
         {"service": op.SERVICE},
     )

@@ -69,6 +69,7 @@ LAYERS = (
     ("upkeep",),
     ("checks",),
     ("installation", "operate"),
+    ("web",),
     ("cli",),
     ("testing",),
     ("contrib",),

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from celery import Celery
 from sqlalchemy import Connection, Engine
-from tests.support.asgi import Client
 
 from idempotency.application import close_runtime
 from idempotency.web.application import create_app
 from tests.support import company as companies
+from tests.support.asgi import Client
 from tests.support.company import Company
 from tests.support.deliveries import Deliveries
 

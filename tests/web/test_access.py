@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 from celery import Celery
 from sqlalchemy import Connection, text
-from tests.support.asgi import Client
 
 from idempotency.application import runtime_of
-from idempotency.errors import NotAuthenticated, SettingsError
+from idempotency.errors import NotAllowed, NotAuthenticated, SettingsError
+from idempotency.operate.change import Change
+from idempotency.operate.people import add_operator
+from idempotency.operate.replay import replay
+from idempotency.operate.reveal import reveal, reveal_letter
 from idempotency.web import guard
 from idempotency.web.application import create_app
+from idempotency.wire.keys import OperationId
 from tests.support import bank as b
 from tests.support import operations as op
+from tests.support.asgi import Client
 from tests.support.deliveries import Deliveries
 from tests.web.conftest import PAGE, Open
 
@@ -73,7 +79,11 @@ def test_a_login_that_another_browser_has_begun_is_refused(browser: Open, compan
 
 def test_a_login_leads_to_this_page_and_no_other(browser: Open, company: Any) -> None:
     page = browser(None)
-    for wanted, leads in (("/letters?reason=x", "/letters?reason=x"), ("//evil.example", "/"), ("https://evil.example", "/")):
+    for wanted, leads in (
+        ("/letters?reason=x", "/letters?reason=x"),
+        ("//evil.example", "/"),
+        ("https://evil.example", "/"),
+    ):
         begun = page.get("/login", params={"next": wanted})
         arrived = page.get(company.authorize(begun.headers["location"], "otto").removeprefix(PAGE))
         assert f'content="0; url={leads}"' in arrived.text.replace("&amp;", "&")
@@ -84,7 +94,7 @@ def test_a_session_is_over_in_time_and_no_other_text_is_one(
 ) -> None:
     page = browser("otto")
     (cookie,) = (each for each in page.client.cookies.jar if each.name == "__Host-idempotency")
-    later = __import__("time").time() + runtime_of(bank).settings.web_session + 1
+    later = time.time() + runtime_of(bank).settings.web_session + 1
     monkeypatch.setattr("idempotency.web.access.time.time", lambda: later)
     assert page.get("/").status_code == 303
     monkeypatch.undo()
@@ -97,7 +107,9 @@ def test_a_session_is_over_in_time_and_no_other_text_is_one(
         assert page.get("/").status_code == 303
 
 
-def test_where_others_reach_it_people_have_to_log_in(bank: Celery, configure: Callable[..., None], company: Any) -> None:
+def test_where_others_reach_it_people_have_to_log_in(
+    bank: Celery, configure: Callable[..., None], company: Any
+) -> None:
     with pytest.raises(SettingsError, match=r"--host 0\.0\.0\.0: .*idempotency_web_secret"):
         create_app(bank, host="0.0.0.0")
     configure(**company.settings("http://127.0.0.1:8500"))
@@ -119,16 +131,15 @@ def test_without_a_login_everyone_is_a_reader(bank: Celery, deliveries: Deliveri
         csrf = app.state.desk.sessions.visitor(client.cookies["idempotency"]).csrf
         for path in ("replay", "discard", "reveal"):
             sent = client.post(
-                f"/letters/{letter.id}/{path}", data={"csrf": csrf, "reason": "x"}, headers={"Origin": "http://127.0.0.1:8500"}
+                f"/letters/{letter.id}/{path}",
+                data={"csrf": csrf, "reason": "x"},
+                headers={"Origin": "http://127.0.0.1:8500"},
             )
             assert (sent.status_code, "needs the role operator" in sent.text) == (403, True)
     assert actions(connection) == []
 
 
 def test_with_a_token_the_page_is_its_owners(bank: Celery, connection: Connection, deliveries: Deliveries) -> None:
-    from idempotency.operate.change import Change
-    from idempotency.operate.people import add_operator
-
     deliveries.deliver(b.failing, "a1", "permanent")
     (letter,) = letters(connection)
     token = add_operator(connection, Change("setup", "tests"), "ann", "operator", days=1)
@@ -156,7 +167,15 @@ def test_no_name_that_others_point_at_this_machine_is_answered(bank: Celery, hos
 
 def test_every_answer_has_the_headers_and_no_script_or_style_of_its_own(browser: Open) -> None:
     page = browser("otto")
-    for path in (*PAGES, "/runbooks/README", "/nothing", "/letters/999999", "/letters?before=x", "/static/page.js", "/health"):
+    for path in (
+        *PAGES,
+        "/runbooks/README",
+        "/nothing",
+        "/letters/999999",
+        "/letters?before=x",
+        "/static/page.js",
+        "/health",
+    ):
         answer = page.get(path)
         for name, value in guard.HEADERS.items():
             if name != "cache-control":
@@ -199,7 +218,9 @@ def test_only_bounded_forms_are_read(browser: Open) -> None:
     page = browser("otto")
     headers = {"Origin": PAGE}
     assert page.client.post("/logout", json={}, headers=headers).status_code == 415
-    assert page.client.post("/logout", content=b"%ff=1", headers=headers | {"Content-Type": "application/x-www-form-urlencoded"}).status_code in (400, 403)
+    assert page.client.post(
+        "/logout", content=b"%ff=1", headers=headers | {"Content-Type": "application/x-www-form-urlencoded"}
+    ).status_code in (400, 403)
     assert page.post("/logout", {"x": "y" * guard.FORM}).status_code == 413
     assert page.post("/logout", {f"f{n}": "1" for n in range(guard.FIELDS)}).status_code == 400
     assert page.client.request("PUT", "/letters").status_code == 405
@@ -217,7 +238,13 @@ def test_an_operator_of_one_tenant_neither_sees_nor_changes_another(
         deliveries.deliver(b.deposit, f"done-of-{tenant}", tenant=tenant)
     mine, other = sorted(letters(connection), key=lambda letter: letter.tenant)
     page = browser("tina")
-    paths = [*PAGES, "/letters?status=all", "/letters?tenant=globex", "/operations?tenant=globex", "/operations?stage=accepted"]
+    paths = [
+        *PAGES,
+        "/letters?status=all",
+        "/letters?tenant=globex",
+        "/operations?tenant=globex",
+        "/operations?stage=accepted",
+    ]
     seen = "".join(page.get(path).text for path in paths)
     assert "key-of-acme" in seen
     assert "done-of-acme" in seen
@@ -262,17 +289,11 @@ def test_the_functions_behind_the_page_refuse_another_tenant_by_themselves(
     browser: Open, bank: Celery, deliveries: Deliveries, connection: Connection
 ) -> None:
     """Also where a page would have let it pass: each change asks again, in its transaction."""
-    from idempotency.errors import NotAllowed
-    from idempotency.operate.change import Change
-    from idempotency.operate.replay import replay
-    from idempotency.operate.reveal import reveal, reveal_letter
-    from idempotency.wire.keys import OperationId
-
     deliveries.deliver(b.failing, "a1", "permanent", tenant="globex")
     (letter,) = letters(connection)
     page = browser("tina")
     cookie = page.client.cookies["__Host-idempotency"]
-    person = page.client.app.state.desk.sessions.visitor(cookie).person  # type: ignore[attr-defined]
+    person = page.client.app.state.desk.sessions.visitor(cookie).person
     change = Change(person.name, "x", None, is_verified=True, check_person=person.check)
     id = OperationId("globex", b.failing.name, "a1")
     for attempt in (

@@ -15,7 +15,7 @@ from tests.support import bank as b
 from tests.support import operations as op
 from tests.support import page as pages
 from tests.support.company import Company
-from tests.support.deliveries import Deliveries
+from tests.support.deliveries import Deliveries, deliver_row
 
 pytestmark = pytest.mark.skipif(pages.CHROMIUM is None, reason="chromium is not installed")
 PATHS = ("/", "/failures", "/letters", "/doubts", "/approvals", "/operations", "/sagas", "/tenants", "/runbooks/README")
@@ -55,7 +55,12 @@ def serious(page: Page) -> list[str]:
 
 
 def test_a_person_works_in_the_page_with_a_browser(
-    address: str, context: BrowserContext, company: Company, connection: Connection, deliveries: Deliveries, bank: Celery
+    address: str,
+    context: BrowserContext,
+    company: Company,
+    connection: Connection,
+    deliveries: Deliveries,
+    bank: Celery,
 ) -> None:
     page, errors = context.pages[0], []
     page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
@@ -98,7 +103,12 @@ def test_a_person_works_in_the_page_with_a_browser(
 
 @pytest.mark.long
 def test_a_bulk_replay_goes_on_by_itself_while_its_page_is_open(
-    address: str, context: BrowserContext, company: Company, connection: Connection, deliveries: Deliveries, bank: Celery
+    address: str,
+    context: BrowserContext,
+    company: Company,
+    connection: Connection,
+    deliveries: Deliveries,
+    bank: Celery,
 ) -> None:
     page = context.pages[0]
     pages.log_in(page, address, company, "otto")
@@ -110,10 +120,13 @@ def test_a_bulk_replay_goes_on_by_itself_while_its_page_is_open(
     page.click("button:has-text('Choose them')")
     page.click("button:has-text('Replay the next 1')")
     for _ in range(60):
-        for row in connection.execute(text("SELECT * FROM idempotency.outbox WHERE origin = 'replay' AND status = 'pending'")).all():
-            connection.execute(text("UPDATE idempotency.outbox SET status = 'published', published_at = now() WHERE id = :id"), {"id": row.id})
-            from tests.support.deliveries import deliver_row
-
+        for row in connection.execute(
+            text("SELECT * FROM idempotency.outbox WHERE origin = 'replay' AND status = 'pending'")
+        ).all():
+            connection.execute(
+                text("UPDATE idempotency.outbox SET status = 'published', published_at = now() WHERE id = :id"),
+                {"id": row.id},
+            )
             deliver_row(deliveries, bank.tasks[row.task], row)
         page.wait_for_timeout(500)
         if "4 of 4 completed" in page.content():
@@ -123,9 +136,7 @@ def test_a_bulk_replay_goes_on_by_itself_while_its_page_is_open(
 
 
 @pytest.mark.long
-def test_the_page_works_without_scripts(
-    bank: Celery, address: str, company: Company, connection: Connection
-) -> None:
+def test_the_page_works_without_scripts(bank: Celery, address: str, company: Company, connection: Connection) -> None:
     with pages.chromium(java_script_enabled=False) as context:
         page = context.pages[0]
         pages.log_in(page, address, company, "otto")

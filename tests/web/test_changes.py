@@ -13,9 +13,13 @@ import pytest
 from celery import Celery
 from pydantic import BaseModel
 from sqlalchemy import Connection, Engine, text
+from sqlalchemy.exc import DBAPIError
 
-from idempotency import PermanentError
+from idempotency import Happened, PermanentError, StillUnknown, reasons
 from idempotency.application import runtime_of
+from idempotency.sagas import saga
+from idempotency.web import runbooks
+from idempotency.web.shown import age, count, masked, short
 from tests.support import bank as b
 from tests.support import operations as op
 from tests.support.deliveries import Deliveries, deliver_row
@@ -37,7 +41,9 @@ def letters(connection: Connection) -> list[Any]:
 
 
 def audited(connection: Connection, action: str) -> list[Any]:
-    rows = connection.execute(text("SELECT * FROM idempotency.audit WHERE action = :action ORDER BY id"), {"action": action})
+    rows = connection.execute(
+        text("SELECT * FROM idempotency.audit WHERE action = :action ORDER BY id"), {"action": action}
+    )
     return list(rows)
 
 
@@ -48,7 +54,9 @@ def shown(answer: Any) -> str:
 
 def deliver_all(app: Celery, deliveries: Deliveries, connection: Connection) -> int:
     """Deliver what was replayed, as a relay and a worker would. Returns how many."""
-    rows = connection.execute(text("SELECT * FROM idempotency.outbox WHERE status = 'pending' AND origin = 'replay' ORDER BY id")).all()
+    rows = connection.execute(
+        text("SELECT * FROM idempotency.outbox WHERE status = 'pending' AND origin = 'replay' ORDER BY id")
+    ).all()
     for row in rows:
         connection.execute(
             text("UPDATE idempotency.outbox SET status = 'published', published_at = clock_timestamp() WHERE id = :id"),
@@ -114,7 +122,9 @@ def test_failures_are_grouped_with_their_trend_money_and_runbook(
         deliveries.deliver(task, cents=1000 + number, key=f"k{number}")
     configure(code_version="v42")
     deliveries.deliver(task, cents=5, key="k3")
-    connection.execute(text("UPDATE idempotency.dead_letters SET failed_at = now() - interval '90 minutes' WHERE key IN ('k0', 'k1')"))
+    connection.execute(
+        text("UPDATE idempotency.dead_letters SET failed_at = now() - interval '90 minutes' WHERE key IN ('k0', 'k1')")
+    )
     page = browser("rita").get("/failures")
     said = re.sub(r"\s+", " ", shown(page))
     assert f"card_declined {task.name} v41 3 ▼ 1 2" in said
@@ -137,16 +147,29 @@ def test_what_others_have_written_is_text_and_nothing_else(
         raise PermanentError(HOSTILE, HOSTILE)
 
     task = make_task(bank, body)
-    deliveries.deliver(task, key=HOSTILE, tenant=HOSTILE, **{"name": HOSTILE, HOSTILE: 1})
+    arguments: dict[str, Any] = {"name": HOSTILE, HOSTILE: 1}
+    deliveries.deliver(task, key=HOSTILE, tenant=HOSTILE, **arguments)
     (letter,) = letters(connection)
     page = browser("otto")
     csrf = page.csrf()
     assert page.post(f"/letters/{letter.id}/discard", {"reason": HOSTILE}, csrf=csrf).status_code == 303
     named = {"tenant": HOSTILE, "task": task.name, "key": HOSTILE}
-    answers = [page.get(path) for path in ("/", "/failures", "/letters", f"/letters/{letter.id}", "/approvals", "/operations", "/tenants")]
-    answers += [page.get("/operation", params=named), page.get("/letters", params={"reason": HOSTILE, "within": HOSTILE})]
-    answers += [page.get("/operations", params={"key": HOSTILE + "x"}), page.get("/operations", params={"stage": HOSTILE})]
-    answers += [page.post("/operation/reveal", named | {"reason": "x"}, csrf=csrf), page.get("/sagas", params={"type": HOSTILE})]
+    answers = [
+        page.get(path)
+        for path in ("/", "/failures", "/letters", f"/letters/{letter.id}", "/approvals", "/operations", "/tenants")
+    ]
+    answers += [
+        page.get("/operation", params=named),
+        page.get("/letters", params={"reason": HOSTILE, "within": HOSTILE}),
+    ]
+    answers += [
+        page.get("/operations", params={"key": HOSTILE + "x"}),
+        page.get("/operations", params={"stage": HOSTILE}),
+    ]
+    answers += [
+        page.post("/operation/reveal", named | {"reason": "x"}, csrf=csrf),
+        page.get("/sagas", params={"type": HOSTILE}),
+    ]
     answers += [page.post(f"/letters/{letter.id}/reveal", {"reason": "x"}, csrf=csrf)]
     for answer in answers:
         assert "alert(&" in answer.text or HOSTILE[:20] not in html.unescape(answer.text)
@@ -156,22 +179,20 @@ def test_what_others_have_written_is_text_and_nothing_else(
 
 
 def test_a_runbook_is_shown_without_html_or_links_elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    from idempotency.web import runbooks
-
-    (tmp_path / "declined.md").write_text(f"# x\n\n{HOSTILE} [a](javascript:alert(1)) [b](declined.md) [c](../../x.md)\n")
+    (tmp_path / "declined.md").write_text(
+        f"# x\n\n{HOSTILE} [a](javascript:alert(1)) [b](declined.md) [c](../../x.md)\n"
+    )
     monkeypatch.setattr(runbooks, "_folder", lambda: tmp_path)
     monkeypatch.setattr(runbooks, "names", lambda: ("declined",))
-    shown = str(runbooks.html.__wrapped__("declined"))
-    assert "<script" not in shown
-    assert "<img" not in shown
-    assert "javascript:" not in re.findall(r'href="([^"]*)"', shown)
+    made = str(runbooks.html.__wrapped__("declined"))
+    assert "<script" not in made
+    assert "<img" not in made
+    assert "/runbooks/declined" in made
+    assert not [to for to in re.findall(r'href="([^"]*)"', made) if not to.startswith("/runbooks/")]
     assert runbooks.html("../settings") is None
 
 
 def test_every_reason_has_its_runbook_in_the_package() -> None:
-    from idempotency import reasons
-    from idempotency.web import runbooks
-
     for reason in (*reasons.OF_LETTERS, *reasons.ALARMS, *reasons.ALERTS):
         assert runbooks.html(runbooks.about(reason, ())) is not None, reason
 
@@ -262,11 +283,11 @@ def test_money_in_doubt_is_listed_resolved_by_its_type_corrected_and_replayed(
 def test_the_provider_is_asked_now(
     browser: Open, bank: Celery, deliveries: Deliveries, connection: Connection, engine: Engine, record: Record
 ) -> None:
-    from idempotency import Happened, StillUnknown
-
     answers: list[Any] = [StillUnknown()]
     provider = Provider(lost(), lost(), lost())
-    task = make_task(bank, lambda self: self.effect("call", provider, reconcile=lambda doubt: answers[-1]), max_attempts=1)
+    task = make_task(
+        bank, lambda self: self.effect("call", provider, reconcile=lambda doubt: answers[-1]), max_attempts=1
+    )
     deliveries.deliver(task, key="k")
     make_due(engine, "k")
     deliveries.deliver(task, key="k")
@@ -405,7 +426,9 @@ def test_a_discard_takes_two_people_by_the_company(
     assert [each.status for each in letters(connection)] == ["open"]
     assert browser("adam").post("/approvals/approve", {"letter": letter.id}).status_code == 303
     assert [each.status for each in letters(connection)] == ["discarded"]
-    assert [(row.actor, row.action) for row in audited(connection, "discard_approved")] == [("adam", "discard_approved")]
+    assert [(row.actor, row.action) for row in audited(connection, "discard_approved")] == [
+        ("adam", "discard_approved")
+    ]
 
 
 # ---------------------------------------------------------------- operations and sagas
@@ -427,7 +450,10 @@ def test_an_operation_is_found_by_its_key_released_and_cancelled(
     row = record(held.id.key)
     assert page.post("/operation/cancel", named | {"status": "released", "fence": row.fence}).status_code == 303
     assert record(held.id.key).status == "failed"
-    assert {row.action for row in connection.execute(text("SELECT action FROM idempotency.audit"))} == {"release", "cancel"}
+    assert {row.action for row in connection.execute(text("SELECT action FROM idempotency.audit"))} == {
+        "release",
+        "cancel",
+    }
 
 
 def test_lists_go_on_where_the_page_before_has_ended(browser: Open, connection: Connection) -> None:
@@ -449,8 +475,6 @@ def test_lists_go_on_where_the_page_before_has_ended(browser: Open, connection: 
 def test_a_saga_is_shown_step_by_step_and_cancelled(
     browser: Open, bank: Celery, deliveries: Deliveries, connection: Connection
 ) -> None:
-    from idempotency.sagas import saga
-
     @saga("web.trip", key="{name}", entity="name", events={"picked": "{name}"}, app=bank)
     def trip(saga: Any, name: str) -> None:
         saga.step("book", lambda session: "seat 4")
@@ -470,16 +494,12 @@ def test_a_saga_is_shown_step_by_step_and_cancelled(
 
 
 def test_the_page_only_reads_but_for_what_people_change(browser: Open, bank: Celery, connection: Connection) -> None:
-    from sqlalchemy.exc import DBAPIError
-
     desk = browser("otto").client.app.state.desk
     with desk.reading() as own, pytest.raises(DBAPIError, match="read-only"):
         own.execute(text("DELETE FROM idempotency.processes"))
 
 
 def test_an_age_is_short_and_an_amount_is_whole() -> None:
-    from idempotency.web.shown import age, count, masked, short
-
     assert [age(each) for each in (None, 0, 59, 240, 3600, 7500, 90_000, -5)] == [
         "–", "0 s", "59 s", "4 min", "1 h", "2 h 5 min", "1 d 1 h", "0 s",
     ]  # fmt: skip
