@@ -12,7 +12,7 @@ from typing import Any
 from sqlalchemy import Connection, Row
 
 # The most released operations that are looked at for one that still tries.
-BOUND = 2_000
+BOUND = 500
 
 _MINE = """(d.consumer_service = %(service)s OR d.consumer_service IS NULL)
     AND (%(tenants)s::text[] IS NULL OR d.tenant = ANY(%(tenants)s))"""
@@ -22,7 +22,7 @@ _REASONS = "('effect_unknown', 'on_failed_error', 'unfinished', 'compensation_fa
 
 # Of a saga, the calls are among its steps. What a person has said stays here until the letter is closed: it may be corrected.
 _OPEN = f"""
-SELECT d.id AS letter, d.tenant, d.task, d.key, d.reason, d.failed_at, d.code_version, r.error_code, r.status, false AS is_saga,
+SELECT d.id AS letter, d.tenant, d.task, d.key, d.reason, d.failed_at, d.code_version, d.payload, r.error_code, r.status, false AS is_saga,
        e.key AS effect, e.value ->> 'state' AS state, e.value ->> 'key' AS provider_key, e.value ->> 'number' AS number,
        (e.value ->> 'begun_at')::float8 AS begun_at, coalesce((e.value ->> 'resolved')::boolean, false) AS is_resolved,
        extract(epoch FROM clock_timestamp())::float8 - (e.value ->> 'begun_at')::float8 AS age
@@ -37,7 +37,7 @@ ORDER BY d.id DESC, (e.value ->> 'position')::int LIMIT %(limit)s
 """
 
 _OF_SAGAS = f"""
-SELECT d.id AS letter, d.tenant, d.task, d.key, d.reason, d.failed_at, d.code_version, 'effect_unknown' AS error_code, g.status,
+SELECT d.id AS letter, d.tenant, d.task, d.key, d.reason, d.failed_at, d.code_version, d.payload, 'effect_unknown' AS error_code, g.status,
        true AS is_saga, s.name AS effect, s.state, s.entry ->> 'key' AS provider_key, s.entry ->> 'number' AS number,
        extract(epoch FROM s.begun_at)::float8 AS begun_at, false AS is_resolved,
        extract(epoch FROM clock_timestamp() - s.begun_at)::float8 AS age
@@ -52,7 +52,7 @@ _STILL_TRIES = """
 SELECT r.tenant, r.task, r.key, r.attempts, e.key AS effect, e.value ->> 'key' AS provider_key,
        extract(epoch FROM clock_timestamp())::float8 - (e.value ->> 'begun_at')::float8 AS age,
        extract(epoch FROM r.available_at - clock_timestamp())::float8 AS next_attempt
-FROM (SELECT * FROM idempotency.records WHERE available_at IS NOT NULL ORDER BY queue, available_at LIMIT %(bound)s) r
+FROM (SELECT tenant, task, key, attempts, effects, available_at, service FROM idempotency.records WHERE available_at IS NOT NULL ORDER BY queue, available_at LIMIT %(bound)s) r
 CROSS JOIN LATERAL jsonb_each(r.effects) e
 WHERE (r.service = %(service)s) IS NOT FALSE AND (%(tenants)s::text[] IS NULL OR r.tenant = ANY(%(tenants)s))
   AND e.value ->> 'kind' = 'effect' AND e.value ->> 'state' = 'begun'

@@ -40,7 +40,8 @@ SELECT q.queue, counted.* FROM queues q CROSS JOIN LATERAL (
                     WHEN {_DUE_AT} <= clock_timestamp() THEN 'accepted' ELSE 'delayed' END AS stage,
                CASE WHEN o.status = 'published' THEN o.published_at ELSE {_DUE_AT} END AS since, o.seen
         FROM (SELECT o.*, row_number() OVER () AS seen FROM (
-            SELECT * FROM idempotency.outbox o WHERE o.settled_at IS NULL AND o.queue = q.queue ORDER BY o.id LIMIT {_PART}) o) o
+            SELECT o.tenant, o.task, o.key, o.status, o.service, o.attempts, o.resends, o.available_at, o.created_at, o.published_at
+            FROM idempotency.outbox o WHERE o.settled_at IS NULL AND o.queue = q.queue ORDER BY o.id LIMIT {_PART}) o) o
         LEFT JOIN LATERAL (
             SELECT r.status FROM idempotency.records r
             WHERE (r.tenant, r.task, r.key) = (o.tenant, o.task, o.key) AND o.status = 'published' LIMIT 1) begun ON true
@@ -71,7 +72,8 @@ _ENDED = f"""
 SELECT queue, count(*) FILTER (WHERE status = 'completed') AS completed, count(*) FILTER (WHERE status = 'failed') AS failed,
        extract(epoch FROM clock_timestamp() - max(completed_at))::float8 AS last_ended, max(seen) >= %(bound)s AS stopped
 FROM (SELECT o.queue, o.status, o.completed_at, o.service, o.tenant, row_number() OVER () AS seen FROM (
-          SELECT * FROM idempotency.records o WHERE o.completed_at > clock_timestamp() - make_interval(secs => %(since)s)
+          SELECT o.queue, o.status, o.completed_at, o.service, o.tenant FROM idempotency.records o
+          WHERE o.completed_at > clock_timestamp() - make_interval(secs => %(since)s)
           ORDER BY o.completed_at DESC LIMIT %(bound)s) o) o
 WHERE {_MINE} GROUP BY queue
 """
