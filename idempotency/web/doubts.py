@@ -17,7 +17,7 @@ from ..operate.change import Shown, read
 from ..operate.replay import replay
 from ..operate.resolve import resolve_effect, resolve_effect_of_saga
 from ..operate.saga import is_saga
-from ..store import alarms, dead_letters, doubts, operations
+from ..store import dead_letters, doubts, operations
 from ..upkeep.notices import at_stake
 from ..wire.keys import OperationId
 from . import runbooks
@@ -57,11 +57,9 @@ def show(request: Request) -> Response:
         rows = doubts.open_effects(connection, desk.service, tenants, before=before, limit=ROWS)
         of_sagas = [] if before else doubts.open_effects_of_sagas(connection, desk.service, tenants, limit=FEW)
         tried = [] if before else doubts.still_tried(connection, desk.service, tenants, limit=FEW)
-        stakes = {
-            row.letter: at_stake(desk.celery, alarms.payloads(connection, [row.letter])) for row in [*of_sagas, *rows]
-        }
     found = [
-        row._asdict() | {"link": link_of(desk, row.task, row.effect, row.provider_key), "stake": stakes[row.letter]}
+        {name: value for name, value in row._asdict().items() if name != "payload"}
+        | {"link": link_of(desk, row.task, row.effect, row.provider_key), "stake": at_stake(desk.celery, [row])}
         for row in [*of_sagas, *rows]
     ]
     book = runbooks.html("effect_unknown")

@@ -155,11 +155,12 @@ def test_with_a_token_the_page_is_its_owners(bank: Celery, connection: Connectio
     assert ("ann", "replay") in actions(connection)
 
 
-@pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example:8500", "127.0.0.1", "127.0.0.1:8501"])
-def test_no_name_that_others_point_at_this_machine_is_answered(bank: Celery, host: str) -> None:
+def test_no_name_that_others_point_at_this_machine_is_answered(bank: Celery) -> None:
     app = create_app(bank)
     with Client(app, "http://127.0.0.1:8500") as client:
-        assert client.get("/", headers={"Host": host}).status_code == 421
+        assert client.get("/health").status_code == 200
+        for host in ("evil.example", "127.0.0.1.evil.example:8500", "127.0.0.1", "127.0.0.1:8501"):
+            assert client.get("/health", headers={"Host": host}).status_code == 421
 
 
 # ---------------------------------------------------------------- what every request and answer has
@@ -190,28 +191,19 @@ def test_every_answer_has_the_headers_and_no_script_or_style_of_its_own(browser:
         assert answer.headers["cache-control"] == ("no-cache" if path.startswith("/static/") else "no-store")
 
 
-@pytest.mark.parametrize(
-    ("options", "status"),
-    [
-        ({"csrf": "wrong"}, 403),
-        ({"csrf": ""}, 403),
-        ({"origin": "https://evil.example"}, 403),
-        ({"origin": "null"}, 403),
-        ({"origin": None}, 403),
-    ],
-)
 def test_a_form_of_another_page_or_session_changes_nothing(
-    browser: Open, deliveries: Deliveries, connection: Connection, options: dict[str, Any], status: int
+    browser: Open, deliveries: Deliveries, connection: Connection
 ) -> None:
     deliveries.deliver(b.failing, "a1", "permanent")
     (letter,) = letters(connection)
-    page = browser("otto")
-    form = {"reason": "x", "confirmed": "1"}
-    assert page.post(f"/letters/{letter.id}/replay", form, **options).status_code == status
-    other = browser("olga").csrf()
-    assert page.post(f"/letters/{letter.id}/replay", form, csrf=other).status_code == 403
+    page, form = browser("otto"), {"reason": "x", "confirmed": "1"}
+    own, other = page.csrf(), browser("olga").csrf()
+    wrong: list[dict[str, Any]] = [{"csrf": each} for each in ("wrong", "", other)]
+    wrong += [{"csrf": own, "origin": each} for each in ("https://evil.example", "null", None)]
+    for options in wrong:
+        assert page.post(f"/letters/{letter.id}/replay", form, **options).status_code == 403, options
     assert [each.status for each in letters(connection)] == ["open"]
-    assert page.post(f"/letters/{letter.id}/replay", form).status_code == 303
+    assert page.post(f"/letters/{letter.id}/replay", form, csrf=own).status_code == 303
 
 
 def test_only_bounded_forms_are_read(browser: Open) -> None:
