@@ -11,7 +11,7 @@ from typing import Any
 
 from sqlalchemy import Connection, Row
 
-# The most released operations that are looked at for one that still tries.
+# The most released operations that are looked at for one that still tries, and the most sagas that have stopped.
 BOUND = 500
 
 _MINE = """(d.consumer_service = %(service)s OR d.consumer_service IS NULL)
@@ -41,10 +41,12 @@ SELECT d.id AS letter, d.tenant, d.task, d.key, d.reason, d.failed_at, d.code_ve
        true AS is_saga, s.name AS effect, s.state, s.entry ->> 'key' AS provider_key, s.entry ->> 'number' AS number,
        extract(epoch FROM s.begun_at)::float8 AS begun_at, false AS is_resolved,
        extract(epoch FROM clock_timestamp() - s.begun_at)::float8 AS age
-FROM idempotency.dead_letters d
-JOIN idempotency.sagas g ON (g.tenant, g.task, g.key) = (d.tenant, d.task, d.key) AND g.stopped = 'effect_unknown'
+FROM (SELECT id, tenant, task, key, generation, status FROM idempotency.sagas
+      WHERE stopped IS NOT NULL AND stopped = 'effect_unknown' ORDER BY created_at DESC LIMIT %(bound)s) g
 JOIN idempotency.saga_steps s ON s.saga_id = g.id AND s.generation = g.generation AND s.kind = 'effect' AND s.state = 'begun'
-WHERE d.status = 'open' AND d.reason = 'effect_unknown' AND {_MINE}
+JOIN idempotency.dead_letters d ON (d.tenant, d.task, d.key) = (g.tenant, g.task, g.key) AND d.status = 'open'
+    AND d.reason = 'effect_unknown'
+WHERE {_MINE}
 ORDER BY d.id DESC, s.position LIMIT %(limit)s
 """
 
@@ -75,7 +77,7 @@ def open_effects_of_sagas(
     connection: Connection, service: str, tenants: Sequence[str] | None, *, limit: int
 ) -> Sequence[Row[Any]]:
     """Calls in doubt for which sagas have stopped: few, because each has stopped with its letter."""
-    return connection.exec_driver_sql(_OF_SAGAS, _parameters(service, tenants, limit=limit)).all()
+    return connection.exec_driver_sql(_OF_SAGAS, _parameters(service, tenants, bound=BOUND, limit=limit)).all()
 
 
 def still_tried(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ from urllib.parse import urljoin
 
 import httpx
 
+from tests.support.page_address import free_port
 from tests.support.processes import eventually
 
 # Who works there: name, role, tenants.
@@ -59,9 +59,7 @@ class Company:
 @contextmanager
 def running() -> Iterator[Company]:
     """The provider, until the block ends."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     command = [
         sys.executable,
         "-W",

@@ -12,6 +12,7 @@ from tests.support import operations as op
 from tests.support import page as pages
 from tests.support.company import Company
 from tests.support.deliveries import Deliveries
+from tests.support.page_address import free_port
 
 PICTURES = Path(__file__).parents[2] / "docs" / "pictures"
 
@@ -19,7 +20,7 @@ PICTURES = Path(__file__).parents[2] / "docs" / "pictures"
 def test_pictures_are_taken(
     bank: Celery, configure: Callable[..., None], company: Company, deliveries: Deliveries, connection: Connection
 ) -> None:
-    port = pages.free_port()
+    port = free_port()
     configure(**company.settings(f"http://127.0.0.1:{port}"), environment="production", code_version="2026.11.28-1")
     pages.morning(bank, deliveries, connection)
     letters = op.dead_letters(connection)

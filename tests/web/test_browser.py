@@ -16,6 +16,7 @@ from tests.support import operations as op
 from tests.support import page as pages
 from tests.support.company import Company
 from tests.support.deliveries import Deliveries, deliver_row
+from tests.support.page_address import free_port
 
 pytestmark = pytest.mark.skipif(pages.CHROMIUM is None, reason="chromium is not installed")
 PATHS = ("/", "/failures", "/letters", "/doubts", "/approvals", "/operations", "/sagas", "/tenants", "/runbooks/README")
@@ -30,7 +31,7 @@ def address(
     connection: Connection,
 ) -> Iterator[str]:
     """The page over a morning's work, where people log in."""
-    port = pages.free_port()
+    port = free_port()
     configure(**company.settings(f"http://127.0.0.1:{port}"))
     pages.morning(bank, deliveries, connection)
     with pages.served(bank, port) as served:
@@ -63,7 +64,13 @@ def test_a_person_works_in_the_page_with_a_browser(
     bank: Celery,
 ) -> None:
     page, errors = context.pages[0], []
-    page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
+    # of this page: the company's looks for what it does not find here
+    page.on(
+        "console",
+        lambda said: (
+            errors.append(said.text) if said.type == "error" and said.location["url"].startswith(address) else None
+        ),
+    )
     page.on("pageerror", lambda error: errors.append(str(error)))
     pages.log_in(page, address, company, "otto")
     (cookie,) = (each for each in context.cookies() if each["name"] == "idempotency")
