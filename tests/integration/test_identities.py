@@ -428,6 +428,13 @@ def test_the_keys_may_be_fetched_from_the_issuer(
             {"oidc_issuer": ISSUER, "oidc_audience": AUDIENCE, "oidc_keys": "/keys", "people_file": "/people"},
             "people_file and oidc_issuer: one of them",
         ),
+        ({"web_url": "https://ops.example"}, "web_url and web_secret: both or neither"),
+        ({"web_url": "https://ops.example", "web_secret": "s" * 32}, "with oidc_issuer, by which people log in"),
+        ({"web_url": "http://ops.example", "web_secret": "s" * 32}, "idempotency_web_url: must begin with https://"),
+        ({"web_url": "https://ops.example", "web_secret": "short"}, "idempotency_web_secret: "),
+        ({"web_effect_link": "https://a.example/{key.__class__}"}, "idempotency_web_effect_link: must have no names"),
+        ({"web_effect_link": "javascript:alert({key})"}, "idempotency_web_effect_link: must be an address"),
+        ({"code_version": "v1 -c x=y"}, "idempotency_code_version: "),
     ],
 )
 def test_settings_that_would_believe_anybody_are_refused(given: dict[str, str], why: str) -> None:

@@ -12,11 +12,12 @@ from urllib.parse import urljoin
 
 import httpx
 
+from idempotency.identities import Role
 from tests.support.page_address import free_port
 from tests.support.processes import eventually
 
 # Who works there: name, role, tenants.
-PEOPLE: dict[str, tuple[str | None, list[str]]] = {
+PEOPLE: dict[str, tuple[Role | None, list[str]]] = {
     "rita": ("reader", ["*"]),
     "otto": ("operator", ["*"]),
     "olga": ("operator", ["*"]),

@@ -12,6 +12,7 @@ from celery import Celery
 from sqlalchemy import Connection, Engine
 
 from idempotency.application import close_runtime
+from idempotency.operate.people import Person
 from idempotency.web.application import create_app
 from tests.support import company as companies
 from tests.support.asgi import Client
@@ -87,18 +88,24 @@ Open = Callable[..., Browser]
 
 @pytest.fixture
 def browser(bank: Celery, configure: Callable[..., None], company: Company) -> Iterator[Open]:
-    """Opens the page for a person who logs in; for None, without a login."""
+    """Opens the page for a person with a session, which `by_company` a real login begins; for None, without one."""
     configure(**company.settings(PAGE))
     with ExitStack() as stack:
         app = create_app(bank)
         stack.callback(app.state.desk.close)
 
-        def opened(who: str | None) -> Browser:
+        def opened(who: str | None, *, by_company: bool = False) -> Browser:
             client = Client(app, PAGE)
             stack.callback(client.close)
             found = Browser(client, company)
-            if who is not None:
+            if who is not None and by_company:
                 assert found.log_in(who).status_code == 200
+            elif who is not None:  # the session that the login would begin
+                role, tenants = companies.PEOPLE[who]
+                assert role is not None
+                scope = None if "*" in tenants else frozenset(tenants)
+                person = Person(who, role, bank.conf["idempotency_oidc_issuer"], tenants=scope)
+                client.cookies.set("__Host-idempotency", app.state.desk.sessions.begin(person), domain="ops.test")
             return found
 
         yield opened

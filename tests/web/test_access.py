@@ -229,7 +229,7 @@ def test_an_operator_of_one_tenant_neither_sees_nor_changes_another(
         deliveries.deliver(b.failing, f"key-of-{tenant}", "permanent", tenant=tenant)
         deliveries.deliver(b.deposit, f"done-of-{tenant}", tenant=tenant)
     mine, other = sorted(letters(connection), key=lambda letter: letter.tenant)
-    page = browser("tina")
+    page = browser("tina", by_company=True)
     paths = [
         *PAGES,
         "/letters?status=all",

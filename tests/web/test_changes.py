@@ -416,15 +416,17 @@ def test_a_discard_takes_two_people_by_the_company(
     deliveries.deliver(b.failing, "a1", "permanent")
     (letter,) = letters(connection)
     asks = {"reason": "a test order"}
-    approver = browser("anna")
+    approver = browser("anna", by_company=True)
     assert approver.post(f"/letters/{letter.id}/discard", asks).status_code == 303
     assert "asked by you" in approver.get("/approvals").text
     own = approver.post("/approvals/approve", {"letter": letter.id})
     assert (own.status_code, "another admin has to approve" in shown(own)) == (409, True)
-    assert browser("otto").post("/approvals/approve", {"letter": letter.id}).status_code == 403
-    assert browser("tom").post("/approvals/approve", {"letter": letter.id}).status_code == 404, "another tenant's"
+    assert browser("otto", by_company=True).post("/approvals/approve", {"letter": letter.id}).status_code == 403
+    assert browser("tom", by_company=True).post("/approvals/approve", {"letter": letter.id}).status_code == 404, (
+        "another tenant's"
+    )
     assert [each.status for each in letters(connection)] == ["open"]
-    assert browser("adam").post("/approvals/approve", {"letter": letter.id}).status_code == 303
+    assert browser("adam", by_company=True).post("/approvals/approve", {"letter": letter.id}).status_code == 303
     assert [each.status for each in letters(connection)] == ["discarded"]
     assert [(row.actor, row.action) for row in audited(connection, "discard_approved")] == [
         ("adam", "discard_approved")
