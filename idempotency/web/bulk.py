@@ -172,7 +172,9 @@ def send(request: Request) -> Response:
         try:
             with desk.reading() as connection:
                 read = [
-                    each for each in to_confirm(connection, [letter]) if bulk.confirmed.get(str(letter)) == _hash(each)
+                    each
+                    for each in to_confirm(connection, [letter])
+                    if bulk.confirmed.get(str(each.letter)) == _hash(each)
                 ]
             replay(desk.celery, letter, change, confirmed=read)
         except (IdempotencyError, DBAPIError) as error:
