@@ -46,7 +46,9 @@ class Desk:
         self._engine = make_engine(
             self.settings,
             session={
-                "default_transaction_read_only": "on",  # whatever a page does by mistake
+                # whatever a page does by mistake; the second behind a pooler, where the transaction has begun
+                "default_transaction_read_only": "on",
+                "transaction_read_only": "on",
                 "statement_timeout": STATEMENT,
                 "plan_cache_mode": "force_custom_plan",  # filters choose little or much
                 "enable_seqscan": "off",
