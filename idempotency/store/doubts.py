@@ -17,8 +17,13 @@ BOUND = 500
 _MINE = """(d.consumer_service = %(service)s OR d.consumer_service IS NULL)
     AND (%(tenants)s::text[] IS NULL OR d.tenant = ANY(%(tenants)s))"""
 
+# The most letters that one page looks through: not each is about a call in doubt.
+WINDOW = 1_000
+
 # Reasons under which a letter may be about a call in doubt; what is in doubt is read in the record.
 _REASONS = "('effect_unknown', 'on_failed_error', 'unfinished', 'compensation_failed')"
+
+_LETTERS = f"""d.status = 'open' AND d.reason IN {_REASONS} AND {_MINE} AND (%(before)s::bigint IS NULL OR d.id < %(before)s)"""
 
 # Of a saga, the calls are among its steps. What a person has said stays here until the letter is closed: it may be corrected.
 _OPEN = f"""
@@ -26,15 +31,15 @@ SELECT d.id AS letter, d.tenant, d.task, d.key, d.reason, d.failed_at, d.code_ve
        e.key AS effect, e.value ->> 'state' AS state, e.value ->> 'key' AS provider_key, e.value ->> 'number' AS number,
        (e.value ->> 'begun_at')::float8 AS begun_at, coalesce((e.value ->> 'resolved')::boolean, false) AS is_resolved,
        extract(epoch FROM clock_timestamp())::float8 - (e.value ->> 'begun_at')::float8 AS age
-FROM idempotency.dead_letters d
+FROM (SELECT * FROM idempotency.dead_letters d WHERE {_LETTERS} ORDER BY d.id DESC LIMIT %(window)s) d
 JOIN idempotency.records r ON (r.tenant, r.task, r.key, r.generation) = (d.tenant, d.task, d.key, d.generation)
     AND r.status = 'failed'
 CROSS JOIN LATERAL jsonb_each(r.effects) e
-WHERE d.status = 'open' AND d.reason IN {_REASONS} AND {_MINE}
-  AND (%(before)s::bigint IS NULL OR d.id < %(before)s)
-  AND e.value ->> 'kind' = 'effect' AND (e.value ->> 'state' = 'begun' OR (e.value ->> 'resolved')::boolean)
+WHERE e.value ->> 'kind' = 'effect' AND (e.value ->> 'state' = 'begun' OR (e.value ->> 'resolved')::boolean)
 ORDER BY d.id DESC, (e.value ->> 'position')::int LIMIT %(limit)s
 """
+
+_LAST = f"SELECT d.id FROM idempotency.dead_letters d WHERE {_LETTERS} ORDER BY d.id DESC OFFSET %(window)s - 1 LIMIT 1"
 
 _OF_SAGAS = f"""
 SELECT d.id AS letter, d.tenant, d.task, d.key, d.reason, d.failed_at, d.code_version, d.payload, 'effect_unknown' AS error_code, g.status,
@@ -68,9 +73,14 @@ def _parameters(service: str, tenants: Sequence[str] | None, **more: Any) -> dic
 
 def open_effects(
     connection: Connection, service: str, tenants: Sequence[str] | None, *, before: int | None, limit: int
-) -> Sequence[Row[Any]]:
-    """Calls in doubt of operations that have ended; the next page has `before=` the letter of the last row."""
-    return connection.exec_driver_sql(_OPEN, _parameters(service, tenants, before=before, limit=limit)).all()
+) -> tuple[Sequence[Row[Any]], int | None]:
+    """Calls in doubt of operations that have ended, and the letter before which the next page begins; None: there is none."""
+    parameters = _parameters(service, tenants, before=before, window=WINDOW, limit=limit)
+    rows = connection.exec_driver_sql(_OPEN, parameters).all()
+    if len(rows) == limit:  # the last operation may have more calls: the next page begins with it
+        last = rows[-1].letter
+        return rows, last + 1 if last != rows[0].letter else last
+    return rows, connection.exec_driver_sql(_LAST, parameters).scalar_one_or_none()
 
 
 def open_effects_of_sagas(

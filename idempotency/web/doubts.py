@@ -54,7 +54,7 @@ def show(request: Request) -> Response:
     desk, tenants = desk_of(request), visitor_of(request).tenants
     before = number(request.query_params.get("before"), what="before")
     with desk.reading() as connection:
-        rows = doubts.open_effects(connection, desk.service, tenants, before=before, limit=ROWS)
+        rows, more = doubts.open_effects(connection, desk.service, tenants, before=before, limit=ROWS)
         of_sagas = [] if before else doubts.open_effects_of_sagas(connection, desk.service, tenants, limit=FEW)
         tried = [] if before else doubts.still_tried(connection, desk.service, tenants, limit=FEW)
     found = [
@@ -63,7 +63,6 @@ def show(request: Request) -> Response:
         for row in [*of_sagas, *rows]
     ]
     book = runbooks.html("effect_unknown")
-    more = rows[-1].letter if len(rows) == ROWS else None
     return page(request, "doubts.html", title="Money in doubt", rows=found, tried=tried, more=more, book=book)
 
 
