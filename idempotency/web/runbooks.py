@@ -20,8 +20,10 @@ _LINK = re.compile(r"([a-z_]+|README)\.md(#.*)?")
 
 @cache
 def names() -> tuple[str, ...]:
-    """The pages that there are."""
-    return tuple(sorted(each.name.removesuffix(".md") for each in _folder().iterdir() if each.name.endswith(".md")))
+    """The pages that there are; none where the package was put together without them."""
+    folder = _folder()
+    found = (each.name for each in folder.iterdir()) if folder.is_dir() else ()
+    return tuple(sorted(name.removesuffix(".md") for name in found if name.endswith(".md")))
 
 
 @cache

@@ -192,6 +192,13 @@ def test_a_runbook_is_shown_without_html_or_links_elsewhere(monkeypatch: pytest.
     assert runbooks.html("../settings") is None
 
 
+def test_without_runbooks_the_page_has_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    monkeypatch.setattr(runbooks, "_folder", lambda: tmp_path / "nothing")
+    assert runbooks.names.__wrapped__() == ()
+    monkeypatch.setattr(runbooks, "names", lambda: ())
+    assert runbooks.html.__wrapped__(runbooks.about("card_declined", ())) is None
+
+
 def test_every_reason_has_its_runbook_in_the_package() -> None:
     for reason in (*reasons.OF_LETTERS, *reasons.ALARMS, *reasons.ALERTS):
         assert runbooks.html(runbooks.about(reason, ())) is not None, reason
