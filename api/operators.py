@@ -140,14 +140,14 @@ def _authenticate(scope: Scope) -> Person:
     action = f"{scope['method']} {path_of(scope)[:200]}"
     try:
         person = people.authenticate(runtime, token, role="operator", action=action, said=said)
-    except NotAuthenticated:
+    except NotAllowed as refusal:
         if wait:
             raise Refused(too_many(wait)) from None
+        if not isinstance(refusal, NotAuthenticated):  # a reader
+            raise Refused(NOT_ALLOWED) from None
         with runtime.autocommit() as connection:
             caller = None if token is None else tenants.authenticate(connection, token)
         raise Refused(UNAUTHENTICATED if caller is None else NOT_ALLOWED) from None
-    except NotAllowed:
-        raise Refused(NOT_ALLOWED) from None
     if person.tenants is not None:  # the lists here are of all tenants; `idempotency web` has those of one's own
         raise Refused(NOT_ALLOWED)
     return person
