@@ -8,6 +8,8 @@ COPY requirements/pinned-app.txt ./requirements/
 RUN pip install --no-cache-dir --no-deps --require-hashes --requirement requirements/pinned-app.txt
 COPY pyproject.toml README.md LICENSE idempotency_pytest.py ./
 COPY idempotency ./idempotency
+# a link in the package leads there
+COPY docs/runbooks ./docs/runbooks
 RUN pip install --no-cache-dir --no-deps --no-build-isolation .
 
 COPY celeryconfig.py ./

@@ -21,7 +21,7 @@ comma := ,
 with_services = env="$$($(VENV)/python -m services env)" && eval "$$env" && exec
 
 .DEFAULT_GOAL := help
-.PHONY: check help venv pins audit docs up down status demo api fuzz test test-lowest test-python versions ecosystem celery-suite edge-suite faults drill chaos chaos-many controls search saga-programs saga-crashes saga-deploy stores lint types sandbox worker relay beat flower doctor metrics bench soak profile clean migrate
+.PHONY: check help venv pins audit docs web-pictures up down status demo api fuzz test test-lowest test-python versions ecosystem celery-suite edge-suite faults drill chaos chaos-many controls search saga-programs saga-crashes saga-deploy stores lint types sandbox worker relay beat flower doctor metrics bench soak profile clean migrate
 
 help:
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -133,6 +133,9 @@ stores: .venv/ready ## what each store of records promises: run the tests that s
 
 drill: .venv/ready ## incidents in a running system, each ended by a script that only reads the alert and its runbook; ONLY=declined,read-only
 	@$(VENV)/python -m drill $(if $(ONLY),--only $(ONLY)) $(ARGS)
+
+web-pictures: .venv/ready ## take the pictures of the page for docs/web.md with Chromium
+	@$(VENV)/python -m pytest tests/web/pictures.py $(ARGS)
 
 faults: .venv/ready ## run the fault matrix and write docs/faults.md; for a part of it ARGS='-k F1-P2'
 	@$(VENV)/python -m tests.faults $(ARGS)

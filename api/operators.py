@@ -13,7 +13,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from starlette.concurrency import run_in_threadpool
 
 from idempotency.application import runtime_of
-from idempotency.errors import IdempotencyError, InvalidArguments, NotAuthenticated
+from idempotency.errors import IdempotencyError, InvalidArguments, NotAllowed, NotAuthenticated
 from idempotency.http.asgi import Application, Message, Receive, Scope, Send
 from idempotency.http.body import strict_json
 from idempotency.http.key import checked_key
@@ -139,13 +139,18 @@ def _authenticate(scope: Scope) -> Person:
 
     action = f"{scope['method']} {path_of(scope)[:200]}"
     try:
-        return people.authenticate(runtime, token, role="operator", action=action, said=said)
-    except NotAuthenticated:
+        person = people.authenticate(runtime, token, role="operator", action=action, said=said)
+    except NotAllowed as refusal:
         if wait:
             raise Refused(too_many(wait)) from None
+        if not isinstance(refusal, NotAuthenticated):  # a reader
+            raise Refused(NOT_ALLOWED) from None
         with runtime.autocommit() as connection:
             caller = None if token is None else tenants.authenticate(connection, token)
         raise Refused(UNAUTHENTICATED if caller is None else NOT_ALLOWED) from None
+    if person.tenants is not None:  # the lists here are of all tenants; `idempotency web` has those of one's own
+        raise Refused(NOT_ALLOWED)
+    return person
 
 
 def _check_json(request: Request) -> None:

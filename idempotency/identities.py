@@ -14,6 +14,8 @@ import re
 import stat
 import tomllib
 import unicodedata
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, date, datetime
 from functools import lru_cache
 from http.client import HTTPException
@@ -29,9 +31,13 @@ from .settings import Settings
 if TYPE_CHECKING:
     from jwt import PyJWKClient
 
-Role = Literal["operator", "admin"]
+# Who only looks; who changes; who also approves what another person has asked for; who also removes people.
+Role = Literal["reader", "operator", "approver", "admin"]
+ROLES: tuple[Role, ...] = ("reader", "operator", "approver", "admin")
 # What the claim with a person's groups has to contain, the more first.
-GROUPS: dict[str, Role] = {"idempotency-admin": "admin", "idempotency-operator": "operator"}
+GROUPS: dict[str, Role] = {f"idempotency-{role}": role for role in reversed(ROLES)}
+# In the claim with a person's tenants: all of them.
+ALL_TENANTS = "*"
 # Those with a public key: with a shared one, any service that checks tokens could make them.
 ALGORITHMS = ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA")
 # Seconds for which clocks may differ, for which the issuer's answer is waited for, and for which its keys are kept.
@@ -49,6 +55,7 @@ class Known(BaseModel):
     role: Role
     token_sha256: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
     until: date | None = None  # the last day on which the token is valid, in UTC
+    tenants: frozenset[str] | None = None  # whose operations the person may change; None: all
 
     @property
     def is_over(self) -> bool:
@@ -63,6 +70,20 @@ _IGNORABLE = re.compile(
     "[\u00ad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f\u202a-\u202e\u2060-\u206f\u3164\ufe00-\ufe0f\ufeff"
     "\u2800\U0001d159\uffa0\ufff0-\ufff8\U0001bca0-\U0001bca3\U0001d173-\U0001d17a\U000e0000-\U000e0fff]"
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Who a person is, and what they may do. `tenants`: whose operations they may change; None: all."""
+
+    name: str
+    role: Role
+    tenants: frozenset[str] | None = None
+
+
+def may(has: Role, needs: Role) -> bool:
+    """Whether someone with the role `has` may do what needs the other one."""
+    return ROLES.index(has) >= ROLES.index(needs)
 
 
 def token_hash(token: str) -> str:
@@ -97,8 +118,8 @@ def known_by(settings: Settings) -> str | None:
     return "file" if settings.people_file is not None else settings.oidc_issuer
 
 
-def identify(settings: Settings, token: str) -> tuple[str, Role]:
-    """The name and role of the person whose token this is. Raises `NotAuthenticated`, and `SettingsError` for a file."""
+def identify(settings: Settings, token: str) -> Identity:
+    """The person whose token this is. Raises `NotAuthenticated`, and `SettingsError` for a file."""
     if settings.people_file is not None:
         return _of_file(known_people(settings.people_file), token)
     return _of_company(settings, token)
@@ -123,17 +144,17 @@ def known_people(path: Path) -> dict[str, Known]:
     return people
 
 
-def _of_file(people: dict[str, Known], token: str) -> tuple[str, Role]:
+def _of_file(people: dict[str, Known], token: str) -> Identity:
     digest = token_hash(token)
     for name, person in people.items():
         if person.token_sha256 == digest:
             if person.is_over:
                 raise NotAuthenticated(f"the token of {name!r} has expired")
-            return name, person.role
+            return Identity(name, person.role, person.tenants)
     raise NotAuthenticated("no person in idempotency_people_file has this token")
 
 
-def _of_company(settings: Settings, token: str) -> tuple[str, Role]:
+def _of_company(settings: Settings, token: str) -> Identity:
     with extra("oidc"):
         import jwt
     if len(token) > TOKEN_LIMIT or not token.isascii():
@@ -164,32 +185,58 @@ def _of_company(settings: Settings, token: str) -> tuple[str, Role]:
     if not is_name(name):
         raise NotAuthenticated(f"sub: {NAME}")
     for group, role in GROUPS.items():
-        if group in ([groups] if isinstance(groups, str) else groups if isinstance(groups, list) else []):
-            return name, role
+        if group in _listed(groups):
+            return Identity(name, role, _tenants(settings, claims))
     raise NotAuthenticated(
         f"{name!r} is in none of the groups {', '.join(GROUPS)}, by the claim {settings.oidc_groups}"
     )
 
 
+def _listed(claim: Any) -> list[Any]:
+    """What a claim says: one text, or a list."""
+    return [claim] if isinstance(claim, str) else claim if isinstance(claim, list) else []
+
+
+def _tenants(settings: Settings, claims: Mapping[str, Any]) -> frozenset[str] | None:
+    """The tenants of a person. Where a claim has them, a person without it has none."""
+    if settings.oidc_tenants is None:
+        return None
+    named = _listed(claims.get(settings.oidc_tenants))
+    return None if ALL_TENANTS in named else frozenset(each for each in named if isinstance(each, str))
+
+
 def _key(settings: Settings, token: str) -> Any:
-    """The issuer's key that the token names. Raises PyJWT's errors."""
+    """The issuer's key that the token names; one that names none is signed with its only key. Raises PyJWT's errors."""
     import jwt
 
     source = settings.oidc_keys or ""
+    named = jwt.get_unverified_header(token).get("kid")
     if source.startswith(("https://", "http://")):
         try:
-            return _client(source).get_signing_key_from_jwt(token)
+            client = _client(source)
+            return client.get_signing_key(named) if named is not None else _only(client.get_signing_keys())
         except (OSError, HTTPException, json.JSONDecodeError):  # it was broken off, or is something else
             raise jwt.PyJWKClientConnectionError from None
     try:
         keys = jwt.PyJWKSet.from_json(_read_protected(Path(source), "idempotency_oidc_keys"))
     except (ValueError, jwt.PyJWKSetError):
         raise SettingsError("idempotency_oidc_keys: is not a set of keys (JWKS)") from None
-    named = jwt.get_unverified_header(token).get("kid")
-    for key in keys.keys:
-        if key.key_id == named and key.public_key_use in (None, "sig"):
+    signing = [key for key in keys.keys if key.public_key_use in (None, "sig")]
+    if named is None:
+        return _only(signing)
+    for key in signing:
+        if key.key_id == named:
             return key
     raise jwt.InvalidKeyError
+
+
+def _only(keys: Sequence[Any]) -> Any:
+    """The only key there is (OpenID Connect Core, 10.1). Raises `InvalidKeyError` if there are several."""
+    import jwt
+
+    if len(keys) != 1:
+        raise jwt.InvalidKeyError
+    return keys[0]
 
 
 @lru_cache

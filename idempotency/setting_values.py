@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from string import Formatter
 from typing import Annotated, Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -24,6 +25,9 @@ SERVICE_LIMIT = 200
 # Characters of a secret that signs messages: as many as the hash has bytes (RFC 2104, section 3).
 SECRET_LENGTH = 32
 
+# What a link to a provider's page about a call may have in it.
+LINK_NAMES = frozenset({"key", "task", "effect"})
+
 _Text = TypeVar("_Text", str, SecretStr)
 _IMPORTED = TypeAdapter[Any](ImportString)
 
@@ -41,6 +45,19 @@ def web_address(value: _Text) -> _Text:
 
 
 WebAddress = Annotated[str, AfterValidator(web_address)]
+
+
+def link(value: str) -> str:
+    try:
+        named = {name for _, name, _, _ in Formatter().parse(value) if name is not None}
+    except ValueError:
+        named = {""}
+    if not named <= LINK_NAMES:  # nothing of a value but its text
+        raise ValueError("must have no names in braces but {key}, {task} and {effect}")
+    if "key" not in named or not value.partition("{")[0].startswith(("https://", "http://")):
+        raise ValueError("must be an address that begins with https:// and has {key} in it")
+    web_address(value.format_map(dict.fromkeys(LINK_NAMES, "x")))
+    return value
 
 
 def oidc_keys(value: str) -> str:

@@ -152,6 +152,17 @@ class Settings(BaseModel):
     oidc_audience: str | None = Field(None, min_length=1)
     oidc_keys: Annotated[str, AfterValidator(values.oidc_keys)] | None = None
     oidc_groups: str = Field("groups", min_length=1)
+    # The claim with the tenants whose operations a person sees and changes, "*" being all. None: everyone has all.
+    oidc_tenants: str | None = Field(None, min_length=1)
+    # The page of `idempotency web`: the address at which people reach it, what signs their sessions, for how long one lasts, and
+    # the secret of this client at the issuer, if it has one, and what it asks the issuer for. The first two make people log in.
+    web_url: WebAddress | None = None
+    web_secret: SecretStr | None = Field(None, min_length=values.SECRET_LENGTH)
+    web_session: float = Field(HOUR, ge=60, le=DAY)
+    web_client_secret: SecretStr | None = None
+    web_scope: str = Field("openid", pattern=r"(^| )openid( |$)")
+    # Where a provider shows a call by its key: an address with {key} in it, and perhaps {task} and {effect}.
+    web_effect_link: Annotated[str, AfterValidator(values.link)] | None = None
 
     # Whether spans of OpenTelemetry are made. Default: in a process that has set up a tracer provider before it first uses the
     # library. True: also where that comes later. Or a function that sets one up, or its name, "yourapp.telemetry:set_up": it is
@@ -162,6 +173,8 @@ class Settings(BaseModel):
     # This application's name on all that it stores and sends. The same in all of its processes, and in no other
     # application on the same database or broker; a queue has it in its name. Default: the Celery application's name.
     service: Annotated[str, AfterValidator(values.service)] = "celery"
+    # What a deploy calls its code, as a commit or the tag of an image: on signs of life and dead letters.
+    code_version: str | None = Field(None, pattern=r"^[A-Za-z0-9._+-]{1,64}$")
     # Where this runs, as alerts say it: production, staging.
     environment: str | None = Field(None, min_length=1, max_length=100)
     # The address at which you publish docs/runbooks; alerts link to a page there. Default: they have the page's name.
@@ -247,6 +260,8 @@ class Settings(BaseModel):
             raise ValueError("oidc_issuer, oidc_audience and oidc_keys: all of them or none")
         if self.oidc_issuer and self.people_file:
             raise ValueError("people_file and oidc_issuer: one of them, or two names may be one person")
+        if bool(self.web_url) != bool(self.web_secret) or (self.web_secret and not self.oidc_issuer):
+            raise ValueError("web_url and web_secret: both or neither, and with oidc_issuer, by which people log in")
         mine, relays = self.store_results_at, self.large_results_at
         if mine is not None and (mine is relays or (type(mine) is type(relays) and vars(mine) == vars(relays))):
             raise ValueError(

@@ -61,6 +61,12 @@ def prometheus_program() -> Path | None:
     return Path(found[0]) if found[0] and found[1] else None
 
 
+def chromium_program() -> Path | None:
+    """An installed Chromium, or None."""
+    found = shutil.which("chromium")
+    return Path(found) if found else None
+
+
 def can_install() -> bool:
     """Whether this process may install packages: root on a machine with apt."""
     return os.geteuid() == 0 and shutil.which("apt-get") is not None
@@ -162,8 +168,9 @@ def missing() -> list[str]:
 
 
 def missing_optional() -> list[str]:
-    """Packages that are not installed, and without which only some tests are skipped: those of monitoring/ and of the drill."""
-    return [] if prometheus_program() is not None else ["prometheus"]
+    """Packages that are not installed, and without which only some tests are skipped: of monitoring/, the drill and the page."""
+    programs = {"prometheus": prometheus_program(), "chromium": chromium_program()}
+    return [package for package, program in programs.items() if program is None]
 
 
 def main(packages: list[str]) -> int:

@@ -209,7 +209,7 @@ def approve_discards(
     """Discard what another operator has asked to discard. Needs the role admin. Your token: IDEMPOTENCY_TOKEN."""
     celery = application(app)
     runtime = runtime_of(celery)
-    person = authenticate(runtime, operators_token(), role="admin", action="approve", letter=_single(ids))
+    person = authenticate(runtime, operators_token(), role="approver", action="approve", letter=_single(ids))
 
     def approve(letter: int) -> dict[str, Any]:
         with runtime.engine.begin() as connection:

@@ -37,6 +37,10 @@ COMMANDS = {
         "deployment",
         "Serve what all processes with the same PROMETHEUS_MULTIPROC_DIR have counted, for Prometheus, until stopped.",
     ),
+    "web": (
+        "web",
+        "Serve the page for whoever is on call, until stopped: flow, failures, money in doubt, dead letters, approvals.",
+    ),
     "recover": ("deployment", "Release operations that have lost their holder, once."),
     "purge": ("deployment", "Delete what is past its retention, once, and large results that nothing refers to."),
     "status": (

@@ -35,6 +35,10 @@ class Shown:
     fence: int | None
 
 
+# Raises if a person may not make this change any more: given its connection and the operation that it is about.
+CheckPerson = Callable[[Connection, OperationId | None], None]
+
+
 @dataclass(frozen=True, slots=True)
 class Change:
     """Who changes something, and why. A change repeated under the same `request_id` is made once.
@@ -46,7 +50,7 @@ class Change:
     reason: str
     request_id: str | None = None
     is_verified: bool = False
-    check_person: Callable[[Connection], None] | None = field(default=None, repr=False, compare=False)
+    check_person: CheckPerson | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.request_id is not None and not 0 < len(self.request_id) <= 255:
@@ -182,10 +186,11 @@ def audit(
 ) -> None:
     """Record who did what, and why, in the transaction of the change. `fence` is the new one if the change moved it.
 
-    Raises `NotAuthenticated` for a person who was removed since they proved who they are: many letters take a while.
+    Raises `NotAuthenticated` for a person who was removed since they proved who they are: many letters take a while. Raises
+    `NotAllowed` for one who has other tenants.
     """
     if change.check_person is not None:
-        change.check_person(connection)
+        change.check_person(connection, id)
     audits.add(
         connection,
         id,

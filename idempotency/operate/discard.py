@@ -9,7 +9,7 @@ from sqlalchemy import Connection, Row
 
 from ..attempt import conclusions
 from ..errors import DiscardRefused, NotAllowed
-from ..identities import looks_like
+from ..identities import looks_like, may
 from ..store import dead_letters, discards, operations, saga_changes, webhook_letters
 from ..wire import keys
 from ..wire.keys import OperationId
@@ -48,8 +48,8 @@ def approve(connection: Connection, person: Person, letter: int, *, app: Celery)
     while the operation is running, while only a replay would bring it to its end, and for an accepted operation that has
     not begun, if its task has an `on_failed` to tell.
     """
-    if person.role != "admin":
-        raise NotAllowed(f"approve: needs the role admin, {person.name!r} is {person.role}")
+    if not may(person.role, "approver"):
+        raise NotAllowed(f"approve: needs the role approver, {person.name!r} is {person.role}")
     webhook = webhook_letters.delivery_of(connection, letter)
     row = _locked(connection, letter)
     asked, reason = discards.requested(connection, letter), None

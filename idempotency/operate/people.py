@@ -22,7 +22,8 @@ from ..framework import framework
 from ..identities import Role as Role
 from ..store import people
 from ..text import storable
-from .change import REASON_LIMIT, Change, audit
+from ..wire.keys import OperationId
+from .change import REASON_LIMIT, Change, CheckPerson, audit
 
 TOKEN_BYTES = 32
 # Where commands read the token: an argument would be in the shell's history and in the list of processes.
@@ -36,8 +37,9 @@ class Person:
     name: str
     role: Role
     known_by: str | None = None  # the company's issuer or a file; None: the database
-    # raises `NotAuthenticated` if they are not this person any more: for each of their changes, in its transaction
-    check: Callable[[Connection], None] | None = field(default=None, repr=False, compare=False)
+    # for each of their changes, in its transaction: raises `NotAuthenticated` if they are not this person any more
+    check: CheckPerson | None = field(default=None, repr=False, compare=False)
+    tenants: frozenset[str] | None = None  # whose operations they may change; None: all
 
 
 def add_operator(connection: Connection, change: Change, name: str, role: Role, *, days: int) -> str:
@@ -88,17 +90,26 @@ def authenticate(
         person, why = outside or _known(connection, token)
         refusal: NotAllowed | None = None if why is None else NotAuthenticated(f"{TOKEN_VARIABLE}: {why}")
         if person is not None and refusal is None:
-            if role == "operator" or person.role == "admin":
+            if identities.may(person.role, role):
                 return replace(person, check=partial(_check_again, runtime, token, person))
-            refusal = NotAllowed(f"{action}: needs the role admin, {person.name!r} is {person.role}")
+            refusal = NotAllowed(f"{action}: needs the role {role}, {person.name!r} is {person.role}")
         if (reason := said(str(refusal))) is not None:
             audit_refusal(connection, person.name if person else "unknown", reason, action=action, letter=letter)
     assert refusal is not None
     raise refusal
 
 
-def _check_again(runtime: Runtime, token: str | None, person: Person, connection: Connection) -> None:
+def check_tenant(person: Person, id: OperationId | None) -> None:
+    """Raise `NotAllowed` if a change is about a tenant that is not this person's, or about none while they have only some."""
+    if person.tenants is not None and (id is None or id.tenant not in person.tenants):
+        raise NotAllowed(f"{person.name!r} may change operations of other tenants only")
+
+
+def _check_again(
+    runtime: Runtime, token: str | None, person: Person, connection: Connection, id: OperationId | None
+) -> None:
     """Raise `NotAuthenticated` if a token no longer proves what it did. What an ID token says holds for the whole command."""
+    check_tenant(person, id)
     if runtime.settings.people_file is not None:
         found, why = _known_outside(runtime, token)
     elif identities.are_outside(runtime.settings):
@@ -116,7 +127,8 @@ def _known_outside(runtime: Runtime, token: str | None) -> tuple[Person | None, 
     if not token:
         return None, "not set"
     try:
-        return Person(*identities.identify(runtime.settings, token), identities.known_by(runtime.settings)), None
+        found = identities.identify(runtime.settings, token)
+        return Person(found.name, found.role, identities.known_by(runtime.settings), tenants=found.tenants), None
     except NotAuthenticated as refusal:
         return None, str(refusal)
 

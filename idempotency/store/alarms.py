@@ -202,6 +202,8 @@ WHERE service = %(service)s AND name = ANY(%(due)s::text[])
 RETURNING name
 """
 
+_ACTIVE = "SELECT name, since FROM idempotency.alarms WHERE service = %(service)s ORDER BY since, name LIMIT 100"
+
 _SENT_ALARMS = """
 UPDATE idempotency.alarms SET sent_at = clock_timestamp() WHERE service = %(service)s AND name = ANY(%(names)s::text[])
 """
@@ -241,6 +243,11 @@ def due(connection: Connection, service: str, patience: Mapping[str, float], *, 
 def to_log(connection: Connection, service: str, names: Sequence[str], *, repeat: float) -> Sequence[str]:
     """Mark and return the alarms to log now, for the first time or `repeat` seconds after the last."""
     return connection.exec_driver_sql(_LOG, {"service": service, "due": names, "repeat": repeat}).scalars().all()
+
+
+def active(connection: Connection, service: str) -> Sequence[Row[Any]]:
+    """The alarms of `service` that have begun and are not over: `name` and `since`, the oldest first."""
+    return connection.exec_driver_sql(_ACTIVE, {"service": service}).all()
 
 
 def note_alarms_sent(connection: Connection, service: str, names: Sequence[str]) -> None:

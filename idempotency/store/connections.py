@@ -53,6 +53,8 @@ def make_engine(
         "synchronous_commit": "on",
         # Wait no longer than a lease: a frozen holder has been evicted by then.
         "lock_timeout": max(int(settings.lease * 1000), 1),
+        # which rows of dead letters and signs of life take as their default (migration 0018)
+        **({} if settings.code_version is None else {"idempotency.code_version": settings.code_version}),
         **(session or {}),
     }
     create = settings.engine or create_engine

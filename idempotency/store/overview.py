@@ -56,7 +56,7 @@ _DUE_AT = """CASE WHEN o.refusals > 0 THEN o.first_refused_at
 
 # Each queue gets a window of the same size, so that one backlog cannot hide the other queues. Their names are found by
 # skipping through the index.
-_QUEUES = """
+QUEUES = """
 WITH RECURSIVE queues(queue) AS (
     (SELECT o.queue FROM idempotency.{table} o WHERE {condition} ORDER BY o.queue LIMIT 1)
     UNION ALL
@@ -67,7 +67,7 @@ WITH RECURSIVE queues(queue) AS (
 
 _PART = "%(bound)s / (SELECT count(queue) FROM queues)"
 
-_WAITING_QUEUES = _QUEUES.format(table="outbox", condition=_WAITING)
+_WAITING_QUEUES = QUEUES.format(table="outbox", condition=_WAITING)
 _WINDOW = f"""
     SELECT o.* FROM idempotency.outbox o WHERE {_WAITING} AND o.queue = q.queue ORDER BY o.id LIMIT {_PART}
 """
@@ -87,7 +87,7 @@ SELECT q.queue, counted.* FROM queues q CROSS JOIN LATERAL (
 
 # Without a message, an operation is not due: a request over HTTP goes on when its client asks again.
 _RELEASED = f"""
-{_QUEUES.format(table="records", condition="o.available_at IS NOT NULL")}
+{QUEUES.format(table="records", condition="o.available_at IS NOT NULL")}
 SELECT q.queue, counted.* FROM queues q CROSS JOIN LATERAL (
     SELECT o.task, count(*) AS operations, sum(count(*)) OVER () >= {_PART} AS stopped,
            extract(epoch FROM min(o.available_at) - clock_timestamp())::float8 AS next_due,

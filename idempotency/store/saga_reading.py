@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from datetime import datetime
 from typing import Any
 
 from sqlalchemy import Connection, Row
@@ -58,6 +59,8 @@ FROM (
     WHERE (g.service = %(service)s OR g.observed)
       AND (%(status)s::text IS NULL OR g.status = %(status)s) AND (%(type)s::text IS NULL OR g.task = %(type)s)
       AND (%(tenant)s::text IS NULL OR g.tenant = %(tenant)s) {{stopped}}
+      AND (%(tenants)s::text[] IS NULL OR g.tenant = ANY(%(tenants)s))
+      AND (%(before)s::timestamptz IS NULL OR g.created_at < %(before)s)
       AND (%(older_than)s::float8 IS NULL OR g.created_at < clock_timestamp() - make_interval(secs => %(older_than)s))
       AND (%(waits_for)s::text IS NULL OR EXISTS (
           SELECT FROM idempotency.saga_steps s
@@ -162,7 +165,10 @@ LIMIT 1
 
 @dataclass(frozen=True, slots=True)
 class Filter:
-    """Which sagas a list is of; None means any. `waits_for`: an event's type, a task that was called, or a name."""
+    """Which sagas a list is of; None means any. `waits_for`: an event's type, a task that was called, or a name.
+
+    `tenants`: those of these only. `before`: begun earlier, for the next page.
+    """
 
     service: str
     status: str | None = None
@@ -171,6 +177,8 @@ class Filter:
     older_than: float | None = None
     waits_for: str | None = None
     stopped: bool = False
+    tenants: list[str] | None = None
+    before: datetime | None = None
 
 
 def find(

@@ -123,6 +123,11 @@ def current_revision(connection: Connection) -> str | None:
     return revision
 
 
+def newest_revision() -> str:
+    """The newest revision that this code knows."""
+    return _known()[0]
+
+
 def require_compatible(connection: Connection) -> None:
     """Raise `SettingsError` unless this code can run on the database's schema.
 

@@ -97,7 +97,7 @@ def test_two_people_discard_a_letter_and_its_operation_can_be_purged(
     [
         ([(discard.approve, ANN)], "no one has asked"),
         ([(discard.request, ANN, "x"), (discard.approve, ANN)], "another admin has to approve"),
-        ([(discard.request, EVE, "x"), (discard.approve, EVE)], "needs the role admin"),
+        ([(discard.request, EVE, "x"), (discard.approve, EVE)], "needs the role approver"),
         ([(discard.request, EVE, "x"), (discard.request, ANN, "x")], "'eve' has asked already"),
         ([(discard.request, EVE, "  ")], "--reason: 1 to 500 characters, got 0"),
         ([(discard.request, EVE, "x"), (discard.approve, ANN), (discard.approve, BEN)], "already discarded"),

@@ -112,7 +112,7 @@ def test_an_admin_cannot_mint_a_second_identity_and_approve_with_it(
     for minting in (["add", "anna2", "--role", "admin"], ["add", "anna2", "--as-owner"], ["remove", "ann"]):
         refused = run("operators", *minting, token=ANN)
         assert (refused.status, "people are known by idempotency_people_file" in refused.error) == (1, True)
-    assert "needs the role admin, 'ben' is operator" in run("dead-letters", "approve", letter, token=BEN).error
+    assert "needs the role approver, 'ben' is operator" in run("dead-letters", "approve", letter, token=BEN).error
     assert "'ann' asked for it, so another admin" in run("dead-letters", "approve", letter, token=ANN).error
     assert [each.status for each in op.dead_letters(connection)] == ["open"]
     noted = connection.execute(text("SELECT actor FROM idempotency.audit WHERE action = 'refused' ORDER BY id"))
@@ -147,7 +147,10 @@ def test_a_person_of_the_file_is_known_by_a_token_of_their_own(
         (lambda path: path.unlink(), "No such file or directory"),
         (lambda path: path.write_text("[ann"), "is not TOML"),
         (lambda path: path.write_bytes(b"\xff"), "is not UTF-8"),
-        (lambda path: path.write_text("[ann]\nrole = 'owner'"), "ann.role: Input should be 'operator' or 'admin'"),
+        (
+            lambda path: path.write_text("[ann]\nrole = 'owner'"),
+            "ann.role: Input should be 'reader', 'operator', 'approver' or 'admin'",
+        ),
         (lambda path: path.write_text(PEOPLE.replace(identities.token_hash(BEN), identities.token_hash(ANN))), "same"),
         (lambda path: path.write_text(PEOPLE.replace("[ben]", "[Ann]")), "two names differ only in case"),
         (lambda path: path.write_text(PEOPLE.replace("[ben]", '["an\u034fn"]')), "two names differ only in case"),
@@ -207,6 +210,34 @@ def test_a_file_is_its_owners_and_in_a_shared_directory_this_users(file: Path, t
         os.chown(tmp_path, another, 0)
         with pytest.raises(SettingsError, match="others than its owner may replace it"):
             identities.known_people(file)
+
+
+def test_a_person_of_the_file_may_only_look_or_have_some_tenants(
+    configure: Callable[..., None], bank: Celery, file: Path, connection: Connection
+) -> None:
+    tokens = {"rita": "reader", "tina": "operator", "tom": "approver"}
+    more = "".join(
+        f'[{name}]\nrole = "{role}"\ntoken_sha256 = "{identities.token_hash(name)}"\ntenants = ["acme"]\n'
+        for name, role in tokens.items()
+    )
+    file.write_text(PEOPLE + more)
+    configure(people_file=str(file))
+    runtime = runtime_of(bank)
+    with pytest.raises(NotAllowed, match="discard: needs the role operator, 'rita' is reader"):
+        authenticate(runtime, "rita", role="operator", action="discard")
+    for tenant in ("acme", "globex"):
+        Deliveries(bank).deliver(b.failing, "t1", "permanent", tenant=tenant)
+    letters = {row.tenant: row.id for row in op.dead_letters(connection)}
+    tina = authenticate(runtime, "tina", role="operator", action="discard")
+    tom = authenticate(runtime, "tom", role="approver", action="approve")
+    with pytest.raises(NotAllowed, match="'tina' may change operations of other tenants only"):
+        act(bank, discard.request, tina, letters["globex"], "mine")
+    act(bank, discard.request, tina, letters["acme"], "mine")
+    act(bank, discard.approve, tom, letters["acme"])
+    act(bank, discard.request, authenticate(runtime, ANN, role="operator", action="discard"), letters["globex"], "x")
+    with pytest.raises(NotAllowed, match="'tom' may change"):
+        act(bank, discard.approve, tom, letters["globex"])
+    assert {row.tenant: row.status for row in op.dead_letters(connection)} == {"acme": "discarded", "globex": "open"}
 
 
 # ---------------------------------------------------------------- the company
@@ -305,6 +336,34 @@ def test_a_refusal_of_any_length_is_audited(company: Any, connection: Connection
     assert len(noted) == REASON_LIMIT
 
 
+def test_a_token_that_names_no_key_is_signed_with_the_only_one(company: Any) -> None:
+    """OpenID Connect Core, 10.1: with several, it has to name its key."""
+    nameless = id_token(**ADMIN, kid=None)
+    with pytest.raises(NotAuthenticated, match="InvalidKeyError"):
+        authenticate(company, nameless, role="admin", action="approve")
+    keys = json.loads(KEYS)["keys"]
+    Path(company.settings.oidc_keys).write_text(json.dumps({"keys": [keys[0], keys[2]]}))
+    assert authenticate(company, nameless, role="admin", action="approve").name == "ann"
+    with pytest.raises(NotAuthenticated, match="InvalidSignatureError"):
+        authenticate(company, id_token(OTHER_KEY, **ADMIN, kid=None), role="admin", action="approve")
+
+
+def test_a_person_has_the_tenants_of_the_claim_that_is_named(
+    company: Any, configure: Callable[..., None], bank: Celery
+) -> None:
+    configure(oidc_tenants="tenants")
+    runtime = runtime_of(bank)
+    for claim, tenants in (
+        (["acme"], {"acme"}),
+        ("acme", {"acme"}),
+        (["*", "acme"], None),
+        (None, set()),
+        ([7], set()),
+    ):
+        person = authenticate(runtime, id_token(**ADMIN, tenants=claim), role="admin", action="approve")
+        assert person.tenants == (None if tenants is None else frozenset(tenants))
+
+
 def test_keys_that_others_may_write_are_not_believed(company: Any) -> None:
     Path(company.settings.oidc_keys).chmod(0o666)
     with pytest.raises(SettingsError, match="idempotency_oidc_keys: others than its owner may write"):
@@ -369,6 +428,13 @@ def test_the_keys_may_be_fetched_from_the_issuer(
             {"oidc_issuer": ISSUER, "oidc_audience": AUDIENCE, "oidc_keys": "/keys", "people_file": "/people"},
             "people_file and oidc_issuer: one of them",
         ),
+        ({"web_url": "https://ops.example"}, "web_url and web_secret: both or neither"),
+        ({"web_url": "https://ops.example", "web_secret": "s" * 32}, "with oidc_issuer, by which people log in"),
+        ({"web_url": "http://ops.example", "web_secret": "s" * 32}, "idempotency_web_url: must begin with https://"),
+        ({"web_url": "https://ops.example", "web_secret": "short"}, "idempotency_web_secret: "),
+        ({"web_effect_link": "https://a.example/{key.__class__}"}, "idempotency_web_effect_link: must have no names"),
+        ({"web_effect_link": "javascript:alert({key})"}, "idempotency_web_effect_link: must be an address"),
+        ({"code_version": "v1 -c x=y"}, "idempotency_code_version: "),
     ],
 )
 def test_settings_that_would_believe_anybody_are_refused(given: dict[str, str], why: str) -> None:

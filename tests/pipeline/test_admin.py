@@ -297,6 +297,18 @@ def test_a_person_of_any_name_without_a_group_is_refused_and_noted(
     assert len(admin.audited("refused")) == before + 1
 
 
+def test_who_only_looks_or_has_some_tenants_has_no_list_of_all(
+    admin: Admin, configure: Callable[..., None], tmp_path: Path
+) -> None:
+    keys = tmp_path / "keys.json"
+    keys.write_text(KEYS)
+    configure(oidc_issuer=ISSUER, oidc_audience=AUDIENCE, oidc_keys=str(keys), oidc_tenants="tenants")
+    operator: dict[str, Any] = {"groups": ["idempotency-operator"]}
+    assert admin.ask("GET", LETTERS, id_token(**operator, tenants="*")).status_code == 200
+    for refused in (operator | {"tenants": ["acme"]}, operator, {"groups": ["idempotency-reader"], "tenants": "*"}):
+        assert admin.ask("GET", LETTERS, id_token(**refused)).status_code == 403
+
+
 def test_a_file_of_people_that_cannot_be_read_is_a_problem_without_its_reason(
     admin: Admin, configure: Callable[..., None], tmp_path: Path
 ) -> None:

@@ -69,6 +69,7 @@ LAYERS = (
     ("upkeep",),
     ("checks",),
     ("installation", "operate", "past"),
+    ("web",),
     ("cli",),
     ("testing",),
     ("contrib",),

@@ -1,4 +1,4 @@
-"""The library's tables at revision 0018: the span of an operation's last attempt."""
+"""The library's tables at revision 0018: the span of an operation's last attempt, and which code has failed."""
 
 from django.db import migrations
 

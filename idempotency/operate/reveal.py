@@ -1,0 +1,42 @@
+"""Reveal: show a person the arguments and results of an operation, which may be a customer's data."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from celery import Celery
+
+from ..application import runtime_of
+from ..errors import OperationNotFound
+from ..store import dead_letters, operations
+from ..wire.keys import OperationId
+from .change import Change, audit, read
+
+
+def reveal(app: Celery, id: OperationId, change: Change) -> dict[str, Any]:
+    """A whole operation with its messages, results and letters, for a person who says why; the look is audited.
+
+    The audit row is committed before anything is returned: what nobody has recorded, nobody sees. Raises `OperationNotFound`,
+    `ChangeRefused` for another application's, and `NotAllowed` for another tenant's.
+    """
+    runtime = runtime_of(app)
+    with runtime.engine.begin() as connection:
+        read(connection, id, runtime.settings.service)
+        row = operations.lookup(connection, id, runtime.settings.service)
+        audit(connection, change, "reveal", id, row)
+    with runtime.autocommit() as connection:
+        return operations.operation(connection, id, with_payload=True)
+
+
+def reveal_letter(app: Celery, letter: int, change: Change) -> dict[str, Any]:
+    """The message and the headers of one dead letter, whose operation may not be known; the look is audited.
+
+    Raises `OperationNotFound`, and `NotAllowed` for another tenant's.
+    """
+    with runtime_of(app).engine.begin() as connection:
+        row = dead_letters.show(connection, letter)
+        if row.consumer_service not in (None, runtime_of(app).settings.service):
+            raise OperationNotFound(f"dead letter {letter}: not found")
+        id = None if None in (row.tenant, row.task, row.key) else OperationId(row.tenant, row.task, row.key)
+        audit(connection, change, "reveal", id, None, details={"dead_letter": letter})
+    return {"headers": row.headers, "payload": row.payload}

@@ -1,0 +1,51 @@
+"""Approvals: what one person has asked for, and another one approves, by the rules of `operate/discard.py`."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from ..application import runtime_of
+from ..errors import NotAuthenticated, OperationNotFound
+from ..operate import discard
+from ..store import approvals
+from ..store.statements import repeatable
+from .desk import ROWS, desk_of, form_of, letter_of, number, visitor_of
+from .shown import done, page
+
+
+def show(request: Request) -> Response:
+    """The page."""
+    desk = desk_of(request)
+    before = number(request.query_params.get("before"), what="before")
+    with desk.reading() as connection:
+        rows = approvals.open_requests(
+            connection, desk.service, visitor_of(request).tenants, before=before, limit=ROWS + 1
+        )
+    more = rows[ROWS - 1].letter if len(rows) > ROWS else None
+    return page(request, "approvals.html", title="Approvals", rows=rows[:ROWS], more=more)
+
+
+def approve(request: Request) -> Response:
+    """Approve one, as `dead-letters approve` does."""
+    visitor, desk = visitor_of(request), desk_of(request)
+    visitor.require("approver", "approve")
+    if not visitor.is_verified:
+        raise NotAuthenticated("approve: nobody has proved who they are")
+    letter = number(form_of(request).get("letter"), what="letter")
+    if letter is None:
+        raise OperationNotFound("letter: which one")
+    with desk.reading() as connection:
+        letter_of(request, connection, letter)
+
+    @repeatable
+    def discard_it() -> None:
+        with runtime_of(desk.celery).engine.begin() as connection:
+            discard.approve(connection, visitor.person, letter, app=desk.celery)
+
+    discard_it()
+    return done(request, "/approvals", f"Dead letter {letter} is discarded.")
+
+
+routes = [Route("/approvals", show), Route("/approvals/approve", approve, methods=["POST"])]

@@ -1,0 +1,94 @@
+"""What a replay of a dead letter would do, as far as the store knows: said before anybody replays it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from sqlalchemy import Connection
+
+from ..attempt.effects import provider_key
+from ..reasons import BEYOND_LIMIT, FINGERPRINT_MISMATCH, SERVICE_MISMATCH
+from ..store import webhooks
+from ..wire.keys import HTTP_TASK, OperationId
+from .desk import Desk
+from .shown import error_of
+
+# Letters that can never be replayed, and why.
+NEVER = {
+    BEYOND_LIMIT: "it is beyond a limit, and only its beginning is kept",
+    FINGERPRINT_MISMATCH: "its key was used with other arguments",
+    SERVICE_MISMATCH: "its key is another application's",
+}
+
+
+@dataclass(slots=True)
+class Preview:
+    """`refused`: why it cannot be replayed. `calls`: what becomes of each call outside, and under which key."""
+
+    refused: str | None = None
+    runs: str = ""
+    last: str = ""
+    calls: list[dict[str, str]] = field(default_factory=list)
+    heard: list[str] = field(default_factory=list)
+
+
+def preview(desk: Desk, connection: Connection, letter: Any, operation: Mapping[str, Any] | None) -> Preview:
+    """Look at a letter and its operation."""
+    found = Preview()
+    if letter.status != "open":
+        found.refused = f"it is {letter.status}"
+        return found
+    found.refused = NEVER.get(letter.reason)
+    record = None if operation is None else operation["record"]
+    found.runs, found.last = _runs(desk, letter, record), _last(letter, record)
+    if operation is not None:
+        id = OperationId(operation["tenant"], operation["task"], operation["key"])
+        found.calls = [
+            _call(id, name, effect) for name, effect in operation["effects"].items() if effect["kind"] == "effect"
+        ]
+        found.heard = list(_heard(desk, connection, id, record))
+    return found
+
+
+def _runs(desk: Desk, letter: Any, record: Mapping[str, Any] | None) -> str:
+    name = letter.task or letter.header_task
+    if name not in desk.celery.tasks:
+        return f"The application has no task {name!r} now: it would be refused, or end again."
+    if record is None:
+        return "Its body has not begun yet; a replay runs it for the first time."
+    if record["status"] == "failed":
+        return f"Its body runs again, as generation {record['generation'] + 1}, under the same key."
+    return f"Its operation is {record['status']}; a replay only delivers its message again."
+
+
+def _last(letter: Any, record: Mapping[str, Any] | None) -> str:
+    error = error_of(letter.last_error if record is None or record["error"] is None else record["error"])
+    attempts = letter.attempts if record is None else record["attempts"]
+    text = ": ".join(part for part in error.values() if part) or "nothing is recorded"
+    return f"after {attempts} attempt{'s' if attempts > 1 else ''}: {text}" if attempts else text
+
+
+def _call(id: OperationId, name: str, effect: Mapping[str, Any]) -> dict[str, str]:
+    """What a replay makes of a call that is recorded."""
+    key, number = effect.get("key", ""), int(effect.get("number", 0))
+    match effect["state"]:
+        case "done":
+            what = "has happened: its result is used, nothing is called"
+        case "begun":
+            what = "in doubt: the provider is asked if the call has `reconcile`; else it is called again under this key"
+        case state:
+            if effect.get("sent", True):
+                key = provider_key(id, name, number + 1)
+            what = f"{state.replace('_', ' ')}: it is called, under this next key"
+    return {"name": name, "state": effect["state"], "key": key, "what": what}
+
+
+def _heard(desk: Desk, connection: Connection, id: OperationId, record: Mapping[str, Any] | None) -> Any:
+    """What the customer has been told, where the store has it."""
+    if id.task == HTTP_TASK and record is not None and record["response_code"] is not None:
+        yield f"the HTTP answer {record['response_code']}"
+    delivery = webhooks.delivery(connection, desk.service, id.key.partition(":")[0])
+    if delivery is not None and (delivery.tenant, delivery.task) == (id.tenant, id.task):
+        yield f"the webhook {delivery.event_type}: {delivery.status}"
