@@ -31,7 +31,7 @@ from services.local import start_watchdog
 from services.server import READY_SECONDS, ServiceError
 
 STATE = Path(__file__).parent.parent / "var" / "cluster"
-PASSWORD = "password"
+LOGIN = "login"
 
 
 class Cluster:
@@ -43,7 +43,7 @@ class Cluster:
     def __init__(self, directory: Path, *, needs: tuple[str, ...] = ("postgres", "rabbitmq", "redis")) -> None:
         self.directory = directory
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        file = directory / PASSWORD
+        file = directory / LOGIN
         if not file.exists():
             file.touch(mode=0o600)
             file.write_text(secrets.token_urlsafe(18))
@@ -51,7 +51,11 @@ class Cluster:
         self.postgres = PostgresPair(directory, password)
         self.rabbitmq = RabbitMQTrio(directory, password)
         self.redis = RedisTrio(directory, password)
-        known = {"rabbitmq": self.rabbitmq, "postgres": self.postgres, "redis": self.redis}
+        known: dict[str, PostgresPair | RabbitMQTrio | RedisTrio] = {
+            "rabbitmq": self.rabbitmq,
+            "postgres": self.postgres,
+            "redis": self.redis,
+        }
         self._parts = [part for name, part in known.items() if name in needs]
 
     def start(self, timeout: float = READY_SECONDS) -> None:

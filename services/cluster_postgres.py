@@ -66,7 +66,7 @@ class PostgresNode(Postgres):
         with psycopg.connect(_plain(self.superuser_url()), autocommit=True, connect_timeout=2) as connection:
             # to change a setting waits for no standby
             connection.execute("SET synchronous_commit = local")
-            cursor = connection.execute(sql.SQL(statement))  # type: ignore[arg-type]
+            cursor = connection.execute(sql.SQL(statement))
             return cursor.fetchall() if cursor.description else []
 
     @property
@@ -131,12 +131,15 @@ class PostgresPair:
         """Return once the standby is connected, as a synchronous one if that is required. Raises `ServiceError`."""
         wanted = "sync" if self.is_synchronous else "async"
         deadline = time.monotonic() + timeout
-        while (wanted,) not in self.primary.execute(
-            "SELECT sync_state FROM pg_stat_replication WHERE state = 'streaming'"
-        ):
+        while (wanted,) not in self._streaming():
             if time.monotonic() > deadline:
                 raise ServiceError(f"the standby was not connected as {wanted} within {timeout:g} s")
             time.sleep(_POLL)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the standby is connected, as it is to be."""
+        return self.standby.running and (("sync" if self.is_synchronous else "async"),) in self._streaming()
 
     def promote(self, timeout: float = READY_SECONDS) -> PostgresNode:
         """Make the standby the primary and return it. What becomes of the former one is the caller's duty: to kill it first."""
@@ -156,6 +159,9 @@ class PostgresPair:
         self.standby.copy_of(self.primary)
         self.standby.start()
         self.wait_for_standby()
+
+    def _streaming(self) -> list[tuple[object, ...]]:
+        return self.primary.execute("SELECT sync_state FROM pg_stat_replication WHERE state = 'streaming'")
 
     def create_database(self, name: str) -> str:
         """Create an empty database and return the address of both nodes."""

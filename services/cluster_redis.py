@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from redis import Redis as Client
 
@@ -34,8 +35,17 @@ class RedisNode(Redis):
 
     @property
     def is_primary(self) -> bool:
+        return self._replication()["role"] == "master"
+
+    @property
+    def is_followed(self) -> bool:
+        """Whether a replica has what this one has."""
+        return "online" in str(self._replication().get("slave0"))
+
+    def _replication(self) -> dict[str, Any]:
         with Client.from_url(self.url, socket_timeout=1, socket_connect_timeout=1) as client:
-            return client.info("replication")["role"] == "master"  # type: ignore[index, no-any-return]
+            found: Any = client.info("replication")
+        return dict(found)
 
 
 class Sentinel(Server):
@@ -108,13 +118,20 @@ class RedisTrio:
         raise ServiceError("no Redis is the primary")
 
     def launch(self) -> None:
-        for server in self.servers:
-            server.launch()
+        for node in self.nodes:
+            node.launch()
 
     def wait_until_ready(self, timeout: float = READY_SECONDS) -> None:
-        for server in self.servers:
-            server.wait_until_ready(timeout)
+        for node in self.nodes:
+            node.wait_until_ready(timeout)
         deadline = time.monotonic() + timeout
+        # a Sentinel that finds no replica at first asks again only after ten seconds
+        while not any(node.is_followed for node in self.nodes):
+            if time.monotonic() > deadline:
+                raise ServiceError(f"no Redis is a replica of the other within {timeout:g} s")
+            time.sleep(0.1)
+        for sentinel in self.sentinels:
+            sentinel.start(timeout)
         while any(each.others() < len(SENTINELS) - 1 for each in self.sentinels):
             if time.monotonic() > deadline:
                 raise ServiceError(f"the Sentinels have not found each other within {timeout:g} s")
