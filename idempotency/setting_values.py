@@ -57,7 +57,8 @@ def oidc_keys(value: str) -> str:
 
 def database_address(value: SecretStr) -> SecretStr:
     try:
-        driver = make_url(value.get_secret_value()).get_dialect().driver
+        if (driver := make_url(value.get_secret_value()).get_dialect().driver) == "psycopg":
+            database_hosts(value.get_secret_value())
     except (ArgumentError, ValueError):
         if _SEVERAL_HOSTS.search(value.get_secret_value()):
             raise ValueError("several hosts go behind the name: /shop?host=one:5432&host=two:5432") from None

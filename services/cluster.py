@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -87,13 +87,21 @@ class Cluster:
 
 
 @contextmanager
-def running(*, needs: tuple[str, ...] = ("postgres", "rabbitmq", "redis")) -> Iterator[Cluster]:
-    """A cluster for a `with` block, in a directory that is removed even if this process is killed. Raises `ServiceError`."""
+def running(
+    *,
+    needs: tuple[str, ...] = ("postgres", "rabbitmq", "redis"),
+    prepare: Callable[[Cluster], object] = lambda cluster: None,
+) -> Iterator[Cluster]:
+    """A cluster for a `with` block, in a directory that is removed even if this process is killed. Raises `ServiceError`.
+
+    `prepare` gets it before it starts.
+    """
     place = Path(tempfile.mkdtemp(prefix="cluster-"))
     watchdog: subprocess.Popen[bytes] | None = None
     try:
         watchdog = start_watchdog(place, remove=True)
         cluster = Cluster(place, needs=needs)
+        prepare(cluster)
         try:
             cluster.start()
             yield cluster

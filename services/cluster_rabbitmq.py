@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import http.client
 import json
 import socket
 import subprocess
@@ -138,10 +140,32 @@ class RabbitMQTrio:
         for node in self.nodes:
             node.wait_until_ready(timeout)
         deadline = time.monotonic() + timeout
-        while (found := self._running()) < len(self.nodes):
+        while (found := self.alive()) < len(self.nodes):
             if time.monotonic() > deadline:
                 raise ServiceError(f"{found} of {len(self.nodes)} nodes are in one cluster after {timeout:g} s")
             time.sleep(0.2)
+
+    def mend(self, timeout: float = READY_SECONDS) -> None:
+        """Start what does not run, and start anew a node that does not find back to the others by itself, as a health check would.
+
+        One that stood still for longer than the others have waited does not: they took it for dead.
+        """
+        for _ in self.nodes:
+            self.launch()
+            with contextlib.suppress(ServiceError):
+                self.wait_until_ready(timeout / len(self.nodes))
+                return
+            outside = min(self.nodes, key=self._seen_by)
+            outside.kill()
+        self.launch()
+        self.wait_until_ready(timeout)
+
+    def _seen_by(self, node: RabbitMQNode) -> int:
+        """How many nodes one believes to be up; 0: it does not answer."""
+        try:
+            return sum(bool(each.get("running")) for each in json.loads(node.ask("/api/nodes")))
+        except (OSError, ServiceError, http.client.HTTPException):
+            return 0
 
     def members(self, queue: str, vhost: str = "/") -> Members:
         """Who has a quorum queue. Raises `ServiceError` if no node answers."""
@@ -170,11 +194,9 @@ class RabbitMQTrio:
             node.discard()
         self.mapper.discard()
 
-    def _running(self) -> int:
-        try:
-            return sum(bool(node.get("running")) for node in json.loads(self.nodes[0].ask("/api/nodes")))
-        except (OSError, ServiceError):
-            return 0
+    def alive(self) -> int:
+        """How many nodes are up, as that one sees it that sees the fewest; 0: one does not answer."""
+        return min(map(self._seen_by, self.nodes))
 
     def _some(self) -> RabbitMQNode:
         for node in self.nodes:

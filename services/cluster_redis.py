@@ -35,7 +35,7 @@ class RedisNode(Redis):
 
     @property
     def is_primary(self) -> bool:
-        return self._replication()["role"] == "master"
+        return str(self._replication()["role"]) == "master"
 
     @property
     def is_followed(self) -> bool:
@@ -106,7 +106,11 @@ class RedisTrio:
     @property
     def url(self) -> str:
         """The address of the primary, by way of the Sentinels."""
-        hosts = ",".join(f"127.0.0.1:{each.port}" for each in self.sentinels)
+        return self.address([each.port for each in self.sentinels])
+
+    def address(self, ports: Sequence[int]) -> str:
+        """The same, by way of these ports, as of proxies before the Sentinels."""
+        hosts = ",".join(f"127.0.0.1:{port}" for port in ports)
         return f"sentinel://:{self.sentinels[0].password}@{hosts}/{PRIMARY}"
 
     @property
