@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from services.cluster import Cluster
 from services.cluster_rabbitmq import NET_TICK
+from tests.chaos.faults import Missed, Scene
 from tests.chaos.place import ZONES, Clustered, Proxies
-
-if TYPE_CHECKING:
-    from tests.chaos.faults import Scene
 
 # How often each kind is drawn, as in `plan.WEIGHTS`. Those of RabbitMQ take longest: a node has to start again.
 WEIGHTS = {
@@ -36,8 +34,20 @@ PAUSED = NET_TICK * 1.5
 # Of what an asynchronous standby has not got when it is promoted.
 LAG = 2.0
 READY_WITHIN = 120.0
+# How long a fault waits for another one of the same servers.
+OTHERS_WITHIN = 60.0
 # One fault of RabbitMQ's nodes at a time: three, and there is no cluster.
 _nodes = threading.Lock()
+
+
+@contextmanager
+def _alone(lock: threading.Lock) -> Iterator[None]:
+    if not lock.acquire(timeout=OTHERS_WITHIN):
+        raise Missed("others have these servers")
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def _place(scene: Scene) -> Clustered:
@@ -51,7 +61,7 @@ def _cluster(scene: Scene) -> Cluster:
 
 def kill_leader(scene: Scene, target: int) -> str:
     """The node that leads the queue of the work dies, and comes back."""
-    with _nodes:
+    with _alone(_nodes):
         trio = _cluster(scene).rabbitmq
         leader = trio.members(scene.queue).leader or trio.nodes[target % len(trio.nodes)].directory.name
         trio.node(leader).kill()
@@ -62,7 +72,7 @@ def kill_leader(scene: Scene, target: int) -> str:
 
 def kill_majority(scene: Scene, target: int) -> str:
     """Two of three nodes die: nothing is published or taken until they are back."""
-    with _nodes:
+    with _alone(_nodes):
         trio = _cluster(scene).rabbitmq
         first = target % len(trio.nodes)
         killed = [trio.nodes[first], trio.nodes[(first + 1) % len(trio.nodes)]]
@@ -75,7 +85,7 @@ def kill_majority(scene: Scene, target: int) -> str:
 
 def pause_node(scene: Scene, target: int) -> str:
     """One node stands still for longer than the others wait for it, and goes on."""
-    with _nodes:
+    with _alone(_nodes):
         trio = _cluster(scene).rabbitmq
         node = trio.nodes[target % len(trio.nodes)]
         node.pause()
@@ -89,7 +99,7 @@ def pause_node(scene: Scene, target: int) -> str:
 
 def resize_queue(scene: Scene, target: int) -> str:
     """The queue of the work loses a member, and gets it back."""
-    with _nodes:
+    with _alone(_nodes):
         trio = _cluster(scene).rabbitmq
         node = trio.nodes[target % len(trio.nodes)]
         trio.shrink(scene.queue, node)
@@ -101,7 +111,7 @@ def resize_queue(scene: Scene, target: int) -> str:
 def promote_standby(scene: Scene, target: int) -> str:
     """The primary dies, its standby is promoted, and a new standby is built from it."""
     place, pair, began = _place(scene), _cluster(scene).postgres, time.monotonic()
-    with scene.restarting:
+    with _alone(scene.restarting):
         if not pair.is_synchronous:
             place.replication.black_hole("replies")
             time.sleep(LAG)
@@ -115,7 +125,7 @@ def promote_standby(scene: Scene, target: int) -> str:
 def promote_over_paused(scene: Scene, target: int) -> str:
     """The primary stands still past every time-out, is fenced while it sleeps, and a new standby is built in its place."""
     pair = _cluster(scene).postgres
-    with scene.restarting:
+    with _alone(scene.restarting):
         former = pair.primary
         former.pause()
         time.sleep(AWAY)
@@ -129,7 +139,7 @@ def promote_over_paused(scene: Scene, target: int) -> str:
 def cut_replication(scene: Scene, target: int) -> str:
     """The zones of the primary and of the standby do not see each other: commits wait."""
     replication = _place(scene).replication
-    with scene.restarting:
+    with _alone(scene.restarting):
         swallowed = replication.swallowed
         replication.black_hole("replies")
         try:
