@@ -110,8 +110,9 @@ def resize_queue(scene: Scene, target: int) -> str:
 
 def promote_standby(scene: Scene, target: int) -> str:
     """The primary dies, its standby is promoted, and a new standby is built from it."""
-    place, pair, began = _place(scene), _cluster(scene).postgres, time.monotonic()
+    place, pair = _place(scene), _cluster(scene).postgres
     with _alone(scene.restarting):
+        began = time.monotonic()
         if not pair.is_synchronous:
             place.replication.black_hole("replies")
             time.sleep(LAG)

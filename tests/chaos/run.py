@@ -376,7 +376,10 @@ class _Stage:
         of_shop, self.shop_struck = self.shop.check()
         believed = [Violation("forged", "a message", what) for what in self.scene.believed]
         more = (*believed, *vanished, *kept, *self._announcements(rows), *self.requests.violations, *of_shop)
-        return Findings((*findings.violations, *more), findings.counts, findings.changes)
+        # accepted, by what its submitter was told, and in no ledger that is left
+        counts, gone = findings.counts, len(vanished)
+        counts = replace(counts, accepted=counts.accepted + gone, lost=counts.lost + gone)
+        return Findings((*findings.violations, *more), counts, findings.changes)
 
     def _announcements(self, rows: Sequence[Any]) -> list[Violation]:
         """I3: an announcement and its event are one commit: exactly one event for each that completed."""

@@ -19,7 +19,9 @@ from sqlalchemy.orm import Session
 import services
 from idempotency.application import runtime_of, settings_of
 from idempotency.attempt.hints import Hint, Hints
+from idempotency.broker.batch import Published
 from idempotency.broker.channel import BrokerChannel, InQueue
+from idempotency.broker.publisher import Publisher
 from idempotency.checks.broker import check_broker
 from idempotency.checks.findings import Level
 from idempotency.checks.redis import check_redis
@@ -31,6 +33,7 @@ from idempotency.settings import Settings
 from idempotency.store.overview import Snapshot
 from idempotency.upkeep.overview import ask_broker
 from idempotency.wire.keys import OperationId
+from idempotency.wire.message import Message
 from services import cluster
 from services.cluster_postgres import PostgresPair
 from services.cluster_redis import PRIMARY, RedisTrio
@@ -185,9 +188,11 @@ def test_hints_follow_the_primary_and_the_doctor_counts_the_sentinels(trio: Redi
     former = trio.primary
     with Redis.from_url(trio.sentinels[0].url) as sentinel:
         sentinel.execute_command("SENTINEL", "FAILOVER", PRIMARY)
+    promoted = trio.wait_for_failover(former)
+    with Redis.from_url(former.url) as client:  # as a Sentinel tells it some seconds later
+        client.execute_command("REPLICAOF", "127.0.0.1", promoted.port)
     # it answers still, and refuses writes on the connections that are open
-    trio.wait_for_failover(former)
-    eventually(lambda: not former.is_primary, what="the former primary is a replica")
+    assert not former.is_primary
     eventually(lambda: works(hints), what="hints at the new primary")
     eventually(lambda: works(hints.with_own_connections()), what="and on new connections")
     for each in trio.sentinels[1:]:
@@ -282,3 +287,30 @@ def test_no_broker_that_answers_is_no_broker(queue: str, bank: Celery) -> None:
 def test_the_doctor_says_how_many_brokers_answer(queue: str, bank: Celery) -> None:
     said = {f"{each.subject}: {each.found}" for each in check_broker(bank)}
     assert "brokers: 1 of 3 answer" in said
+
+
+def test_after_a_refusal_the_next_message_goes_over_a_new_channel(
+    environment: dict[str, str], bank: Celery, servers: services.Services
+) -> None:
+    """RabbitMQ 3.10 refuses all further messages of a channel whose queue had no leader at the first one."""
+    if servers.broker != "rabbitmq":
+        pytest.skip("needs RabbitMQ")
+    (queue,) = bank.amqp.queues.values()
+    queue.queue_arguments["x-max-length"] = 1
+    publisher = Publisher(bank, confirm_timeout=30)
+    route = {"exchange": "", "routing_key": environment["BANK_QUEUE"]}
+
+    def publish() -> Published:
+        task = Message.composed(bank, "celery.accumulate", (), {}, task_id=uuid4().hex, headers={}, ignore_result=True)
+        result = Published()
+        publisher.publish([("a", Message(task.headers, task.body, route, {}))], result)
+        return result
+
+    assert publish().confirmed == ["a"]
+    used = publisher._channel
+    assert publish().refused or publish().refused or publish().refused  # a quorum queue may take a few more
+    assert used is not None
+    assert publisher._channel is None
+    publish()
+    assert publisher._channel is not used
+    publisher.close()

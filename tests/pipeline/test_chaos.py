@@ -31,6 +31,9 @@ def test_what_an_asynchronous_standby_loses_is_reported_as_lost(servers: service
     )
     assert done.returncode == 1, done.stdout[-8000:] + done.stderr[-2000:]
     assert "its COMMIT was answered, and its row is not there" in done.stdout
+    last = done.stdout.splitlines()[-1]
+    assert " cluster=1 " in last
+    assert " lost=0 " not in last
 
 
 @pytest.mark.long
