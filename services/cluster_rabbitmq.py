@@ -20,6 +20,7 @@ from services.rabbitmq import USER, RabbitMQ, epmd_command
 from services.server import READY_SECONDS, Server, ServiceError
 
 NAMES = ("rabbitmq-a", "rabbitmq-b", "rabbitmq-c")
+CLUSTER = "services"
 # Seconds without a sign of another node after which it counts as gone; RabbitMQ's default is 60.
 NET_TICK = 8
 
@@ -70,6 +71,7 @@ class RabbitMQNode(RabbitMQ):
             "cluster_formation.peer_discovery_backend = classic_config\n"
             f"{nodes}"
             "cluster_partition_handling = pause_minority\n"
+            f"cluster_name = {CLUSTER}\n"
             f"net_ticktime = {NET_TICK}\n"
         )
 

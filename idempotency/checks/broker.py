@@ -119,7 +119,10 @@ def check_broker(app: Celery) -> list[Finding]:
 
 
 def _every_broker(app: Celery) -> list[Finding]:
-    """Whether each of several brokers answers, and whether they are one cluster."""
+    """Whether each of several brokers answers, and whether they say that they are one cluster.
+
+    Nodes to which nobody has given a cluster name say their own, so that different names prove nothing.
+    """
     addresses = brokers(app.connection_for_write)
     if len(addresses) == 1:
         return []
@@ -132,8 +135,8 @@ def _every_broker(app: Celery) -> list[Finding]:
         advice = "where a majority is missing, quorum queues take nothing; check them"
         findings.append(warning("brokers", f"{len(clusters)} of {len(addresses)} answer", advice))
     if len(set(clusters)) > 1:
-        advice = "what is published to one, workers at another never see; name the nodes of one cluster"
-        findings.append(refusal("brokers", f"they are of {len(set(clusters))} clusters", advice))
+        advice = "of different clusters, workers at one never see what is published to another; of one, give it a name: rabbitmqctl set_cluster_name"
+        findings.append(warning("brokers", f"they have {len(set(clusters))} cluster names", advice))
     seen = "how many of them have a queue, `rabbitmq-queues quorum_status` says (docs/cluster.md)"
     return findings or [ok("brokers", f"{len(clusters)} answer, of one cluster; {seen}")]
 

@@ -12,6 +12,7 @@ from sqlalchemy.orm import Session
 from idempotency.application import runtime_of
 from idempotency.broker.channel import BrokerChannel
 from idempotency.checks.broker import check_broker
+from idempotency.checks.findings import Level
 from idempotency.errors import BrokerUnavailable
 from idempotency.relay.relay import Relay
 from services import cluster, packages
@@ -79,6 +80,8 @@ def test_the_leader_of_a_queue_dies_and_the_next_one_leads(
     relay = Relay(bank)
     accept(bank, "before")
     eventually(lambda: publish(relay, engine) == 1, timeout=PATIENCE, what="published")
+    said = [each for each in check_broker(bank) if each.subject == "brokers"]
+    assert [(each.level, each.found.partition(";")[0]) for each in said] == [(Level.OK, "3 answer, of one cluster")]
     members = trio.members(queue)
     assert len(members.all) == len(trio.nodes)
     assert members.leader is not None
