@@ -7,6 +7,7 @@ from contextlib import suppress
 from typing import Any
 
 import psycopg
+from psycopg.pq import Conninfo
 from sqlalchemy import Connection, text
 
 from ..settings import Settings
@@ -88,12 +89,15 @@ def check_hosts(given: Settings) -> list[Finding]:
             "stop the former primary, whose timeline is the lower one, before anything writes to it (docs/cluster.md)"
         )
         findings.append(refusal(HOSTS, f"{len(primaries)} take writes, on the timelines {timelines}", advice))
+    if servers and not primaries:
+        findings.append(warning(HOSTS, "none takes writes", "promote one; until then every claim waits"))
     return findings or [ok(HOSTS, f"{len(every)} answer, one takes writes")]
 
 
 def check_target(parameters: Mapping[str, Any]) -> list[Finding]:
     """Whether libpq would pass over a standby. `parameters`: what it is given. Connects to nothing."""
-    target = parameters.get("target_session_attrs") or "any"
+    defaults = {each.keyword.decode(): each.val.decode() for each in Conninfo.get_defaults() if each.val}
+    target = str(parameters.get("target_session_attrs") or defaults.get("target_session_attrs"))
     if target in WRITABLE or len(list(_each_host(parameters))) < 2:
         return []
     advice = "a connection may end on a standby, where every claim waits; add target_session_attrs=read-write"

@@ -143,6 +143,12 @@ def test_two_primaries_of_one_address_are_refused_with_their_timelines(pair: Pos
     assert refused[0].found == f"2 take writes, on the timelines {later - 1}, {later}"
 
 
+def test_hosts_of_which_none_takes_writes_are_a_warning(pair: PostgresPair, bank: Celery) -> None:
+    pair.primary.kill()
+    said = {f"{each.subject}: {each.found}" for each in check_hosts(settings_of(bank))}
+    assert said == {"database hosts: 1 of 2 answer", "database hosts: none takes writes"}
+
+
 def test_hosts_of_different_clusters_are_refused(pair: PostgresPair, servers: services.Services, database: str) -> None:
     # both let it in
     with psycopg.connect(servers.postgres.superuser_url().replace("+psycopg", ""), autocommit=True) as connection:

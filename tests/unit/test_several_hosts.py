@@ -58,6 +58,12 @@ def test_several_hosts_need_a_primary(target: str) -> None:
     assert "need read-write" in str(refused[0])
 
 
+def test_what_the_environment_says_of_the_target_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PGTARGETSESSIONATTRS", "read-write")
+    app = configured(idempotency_database_url=f"{DATABASE}?host=127.0.0.1:1&host=127.0.0.1:2")
+    assert not [each for each in check_configuration(app, settings_of(app)) if each.subject == "database hosts"]
+
+
 @pytest.mark.parametrize(
     "address",
     [
