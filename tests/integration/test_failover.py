@@ -43,10 +43,12 @@ from tests.support.failover import fail_over, fixture_database, fixture_pair, fi
 from tests.support.operations import Entries, Record
 from tests.support.processes import Processes, eventually
 
+# a pooler leads to one server
+pytestmark = pytest.mark.direct
+
 # ---------------------------------------------------------------- Postgres
 
 
-@pytest.mark.direct
 def test_the_same_process_goes_on_at_the_promoted_standby_and_repeats_nothing(
     pair: PostgresPair, deliveries: Deliveries, entries: Entries, record: Record, engine: Engine
 ) -> None:
