@@ -21,7 +21,7 @@ comma := ,
 with_services = env="$$($(VENV)/python -m services env)" && eval "$$env" && exec
 
 .DEFAULT_GOAL := help
-.PHONY: check help venv pins audit docs web-pictures up down status demo api fuzz test test-lowest test-python versions ecosystem celery-suite edge-suite faults drill chaos chaos-many controls search saga-programs saga-crashes saga-deploy stores lint types sandbox worker relay beat flower doctor metrics bench soak profile clean migrate
+.PHONY: check cluster cluster-down help venv pins audit docs web-pictures up down status demo api fuzz test test-lowest test-python versions ecosystem celery-suite edge-suite faults drill chaos chaos-many controls search saga-programs saga-crashes saga-deploy stores lint types sandbox worker relay beat flower doctor metrics bench soak profile clean migrate
 
 help:
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -60,6 +60,12 @@ up: .venv/ready ## start Postgres, Redis and RabbitMQ for development; their dat
 down: .venv/ready ## stop them
 	@$(VENV)/python -m services down
 
+cluster: .venv/ready ## start three RabbitMQ nodes, Postgres with a standby, Redis with Sentinels, and print how to use them
+	@$(VENV)/python -m services.cluster up
+
+cluster-down: .venv/ready ## stop them
+	@$(VENV)/python -m services.cluster down
+
 status: .venv/ready ## show them
 	@$(VENV)/python -m services status
 
@@ -96,8 +102,8 @@ versions: ## all that a new version may break: lowest, Python 3.12 and 3.13, oth
 	@$(MAKE) --no-print-directory test POOLER=1
 	@$(MAKE) --no-print-directory celery-suite
 
-chaos: .venv/ready ## random faults against the whole pipeline, then the checks; SECONDS=60 SEED=1
-	@$(VENV)/python -m tests.chaos --record --seconds $(or $(SECONDS),60) --seed $(or $(SEED),1) $(ARGS)
+chaos: .venv/ready ## random faults against the whole pipeline, then the checks; SECONDS=60 SEED=1; CLUSTER=1: against clusters
+	@$(VENV)/python -m tests.chaos $(if $(CLUSTER),--cluster) --record --seconds $(or $(SECONDS),60) --seed $(or $(SEED),1) $(ARGS)
 
 chaos-many: .venv/ready ## several chaos runs with random seeds, and a table of results; RUNS=10 SECONDS=300
 	@$(VENV)/python -m tests.chaos.many --runs $(or $(RUNS),10) --seconds $(or $(SECONDS),300) $(ARGS)

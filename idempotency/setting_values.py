@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import zip_longest
 from pathlib import Path
 from string import Formatter
 from typing import Annotated, Any, TypeVar
@@ -27,6 +28,8 @@ SECRET_LENGTH = 32
 
 # What a link to a provider's page about a call may have in it.
 LINK_NAMES = frozenset({"key", "task", "effect"})
+# As libpq has them: one:5432,two:5432.
+_SEVERAL_HOSTS = re.compile(r":\d+,[^/]*:\d+/")
 
 _Text = TypeVar("_Text", str, SecretStr)
 _IMPORTED = TypeAdapter[Any](ImportString)
@@ -70,12 +73,25 @@ def oidc_keys(value: str) -> str:
 
 def database_address(value: SecretStr) -> SecretStr:
     try:
-        driver = make_url(value.get_secret_value()).get_dialect().driver
+        if (driver := make_url(value.get_secret_value()).get_dialect().driver) == "psycopg":
+            database_hosts(value.get_secret_value())
     except (ArgumentError, ValueError):
+        if _SEVERAL_HOSTS.search(value.get_secret_value()):
+            raise ValueError("several hosts go behind the name: /shop?host=one:5432&host=two:5432") from None
         raise ValueError(NOT_AN_ADDRESS) from None  # the original message contains parts of the address
     if driver != "psycopg":
         raise ValueError("must be a Postgres address with the driver psycopg: postgresql+psycopg://")
     return value
+
+
+def database_hosts(address: str) -> list[tuple[str | None, int]]:
+    """The hosts of an address that `database_address` accepts, with their ports, in its order; None: libpq's default."""
+    url = make_url(address)
+    _, given = url.get_dialect()().create_connect_args(url)
+    hosts, ports = (str(given.get(name) or "").split(",") for name in ("host", "port"))
+    return [
+        (host or None, int(port or 5432)) for host, port in zip_longest(hosts, ports[: len(hosts)], fillvalue=ports[0])
+    ]
 
 
 def separated(value: Any) -> Any:
@@ -128,6 +144,10 @@ def object_store(value: Any) -> Any:
 def redis_address(value: SecretStr) -> SecretStr:
     import redis  # takes as long to import as a third of this library, and Redis is optional
 
+    scheme, _, rest = value.get_secret_value().partition("://")
+    if scheme in ("sentinel", "sentinels"):
+        sentinels(rest)
+        return value
     try:
         redis.Redis.from_url(value.get_secret_value()).close()  # does not connect
     except ValueError:

@@ -52,7 +52,8 @@ class Settings(BaseModel):
     # The class of `self.session`: a subclass of Session, or a sessionmaker, whose class and options are used and whose
     # bind is not. Or its name.
     session: Annotated[ImportString[Any], AfterValidator(values.session)] = Session
-    # Redis only saves work; without it, every claim and duplicate goes to Postgres.
+    # Redis only saves work; without it, every claim and duplicate goes to Postgres. redis://…, rediss://… or, behind Sentinel,
+    # sentinel://[user:password@]host:port[,host:port]/primary, sentinels:// with TLS.
     redis_url: Annotated[SecretStr, AfterValidator(values.redis_address)] | None = None
     # Where a DeduplicatedTask keeps its records: redis://…, rediss://…, sentinel://…, redis+cluster://…, or dynamodb://region/table.
     store: StoreAddress | None = None
@@ -286,8 +287,10 @@ class Settings(BaseModel):
 
     @property
     def database_name(self) -> str:
-        """The database as `host:port/name`, without credentials."""
+        """The database as `host:port/name`, without credentials; of several hosts, in whatever order they are given."""
         url = make_url(self.database_url.get_secret_value())
+        if len(hosts := values.database_hosts(self.database_url.get_secret_value())) > 1:
+            return f"{','.join(sorted(f'{host}:{port}' for host, port in hosts))}/{url.database}"
         host, port = (getattr(url, name) or url.query.get(name) for name in ("host", "port"))
         return f"{host}:{port}/{url.database}"
 

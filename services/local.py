@@ -183,7 +183,7 @@ def running(directory: Path | None = None, *, needs: Sequence[str] = NEEDS) -> I
     place = Path(tempfile.mkdtemp(prefix="services-")) if directory is None else directory
     watchdog: subprocess.Popen[bytes] | None = None
     try:
-        watchdog = _start_watchdog(place, remove=private)
+        watchdog = start_watchdog(place, remove=private)
         provide(needs)
         services = Services(place, needs=needs)
         try:
@@ -199,7 +199,7 @@ def running(directory: Path | None = None, *, needs: Sequence[str] = NEEDS) -> I
             shutil.rmtree(place, ignore_errors=True)
 
 
-def _start_watchdog(directory: Path, *, remove: bool) -> subprocess.Popen[bytes]:
+def start_watchdog(directory: Path, *, remove: bool) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "services.watchdog", str(os.getpid()), str(directory)]
     return subprocess.Popen(
         command + ["--remove"] * remove,

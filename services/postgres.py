@@ -111,17 +111,29 @@ class Postgres(Server):
             account = pwd.getpwnam(_ACCOUNT)
             for path in (self.directory, unfinished):
                 os.chown(path, account.pw_uid, account.pw_gid)
-        command = [*_as_unprivileged(), self._programs() / "initdb", "-D", unfinished, "--username=postgres"]
+        command: list[str | Path] = ["-D", unfinished, "--username=postgres"]
         command += ["--auth=scram-sha-256", f"--pwfile={password_file}", "--locale=C", "--encoding=UTF8"]
         # A power cut now would only cost an empty cluster.
         command += ["--no-sync", "--no-instructions"]
-        done = subprocess.run(
-            command, env=self._environment(), stdin=subprocess.DEVNULL, capture_output=True, text=True, cwd="/"
-        )
-        password_file.unlink()
-        if done.returncode != 0:
-            raise ServiceError(f"initdb failed: {done.stderr.strip() or done.stdout.strip()}")
+        try:
+            self._run("initdb", *command)
+        finally:
+            password_file.unlink()
         unfinished.rename(data)
+
+    def _run(self, program: str, *arguments: str | Path) -> None:
+        """Run one of Postgres' programs to its end. Raises `ServiceError`, without the password."""
+        done = subprocess.run(
+            [*_as_unprivileged(), self._programs() / program, *arguments],
+            env=self._environment() | {"PGPASSWORD": self.password},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            cwd="/",
+        )
+        if done.returncode != 0:
+            said = (done.stderr.strip() or done.stdout.strip()).replace(self.password, "***")
+            raise ServiceError(f"{program} failed: {said}")
 
 
 def create_database(server_url: str, name: str) -> str:

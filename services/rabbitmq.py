@@ -48,6 +48,10 @@ class RabbitMQ(Server):
         """Add the users, rights and virtual hosts of a definitions document (JSON), and replace those of the same name."""
         self._request("POST", "/api/definitions", definitions)
 
+    def ask(self, path: str) -> bytes:
+        """The management API's answer to a GET. Raises `ServiceError` for a refusal, and `OSError` if it does not answer."""
+        return self._request("GET", path)
+
     def queue_lengths(self, vhost: str) -> dict[str, int]:
         """The messages per queue, ready and unacknowledged. Up to 5 s old; use a passive declare for exact numbers."""
         answer = self._request("GET", f"/api/queues/{_quote(vhost)}?columns=name,messages")
@@ -56,8 +60,7 @@ class RabbitMQ(Server):
     def launch(self) -> None:
         if process.find(self._epmd_record) is None:
             # By default, RabbitMQ starts a shared epmd that keeps running; this one ends with the node.
-            epmd: list[str | Path] = [_epmd_program(), "-address", "127.0.0.1", "-port", str(self.ports["epmd"])]
-            self._spawn(epmd, self._epmd_record)
+            self._spawn(epmd_command(self.ports["epmd"]), self._epmd_record)
         super().launch()
 
     def stop(self) -> None:
@@ -81,6 +84,21 @@ class RabbitMQ(Server):
         if (epmd := process.find(self._epmd_record)) is not None:
             process.end(epmd, self.discard_signal, timeout=5)
 
+    @property
+    def node_name(self) -> str:
+        """The node's name in Erlang."""
+        return "services@localhost"
+
+    @property
+    def _cookie(self) -> str:
+        """What nodes of one cluster share."""
+        return secrets.token_hex(16)
+
+    @property
+    def _more_configuration(self) -> str:
+        """Lines of rabbitmq.conf in addition to those of every node."""
+        return ""
+
     def _command(self) -> Sequence[str | Path]:
         program = packages.rabbitmq_program()
         if program is None:
@@ -102,19 +120,20 @@ class RabbitMQ(Server):
             "log.console = true\n"
             "log.console.level = warning\n"
             "log.file = false\n"
+            f"{self._more_configuration}"
         )
         (self.directory / "enabled_plugins").write_text("[rabbitmq_management].\n")
         cookie = self.directory / ".erlang.cookie"
         if not cookie.exists():
             cookie.touch(mode=0o600)
-            cookie.write_text(secrets.token_hex(16))
+            cookie.write_text(self._cookie)
             cookie.chmod(0o400)
         return [program]
 
     def _environment(self) -> dict[str, str]:
         directory = self.directory
         return super()._environment() | {
-            "RABBITMQ_NODENAME": "services@localhost",
+            "RABBITMQ_NODENAME": self.node_name,
             "RABBITMQ_DIST_PORT": str(self.ports["distribution"]),
             "ERL_EPMD_PORT": str(self.ports["epmd"]),
             "ERL_EPMD_ADDRESS": "127.0.0.1",
@@ -162,6 +181,11 @@ class RabbitMQ(Server):
 
 def _quote(name: str) -> str:
     return urllib.parse.quote(name, safe="")
+
+
+def epmd_command(port: int) -> list[str | Path]:
+    """Erlang's port mapper, on loopback only."""
+    return [_epmd_program(), "-address", "127.0.0.1", "-port", str(port)]
 
 
 def _epmd_program() -> Path:

@@ -44,9 +44,9 @@ class Redis(Server):
             "maxmemory-policy noeviction\n"
             "daemonize no\n"
         )
-        return [self._program(), config]
+        return [self.program(), config]
 
-    def _program(self) -> Path:
+    def program(self) -> Path:
         return find_program()
 
     def _check(self) -> None:

@@ -22,6 +22,8 @@ from services import process
 READY_SECONDS = 60.0
 # Below the range for outgoing connections, so that the kernel does not assign the port while a server is down.
 _PORTS = range(10_000, 32_000)
+# The file in a server's directory with its password and ports.
+SETTINGS = "settings.json"
 
 
 class ServiceError(RuntimeError):
@@ -44,7 +46,7 @@ class Server(ABC):
         self.directory = directory
         self.log = directory / "log"
         self._record = directory / "pid"
-        self._settings = directory / "settings.json"
+        self._settings = directory / SETTINGS
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.password, self.ports = self._load_settings()
 
@@ -170,6 +172,15 @@ class Server(ABC):
             tail = ""
         tail = tail.replace(self.password, "***")
         return f" The end of its log:\n{tail}" if tail else " Its log is empty."
+
+    @classmethod
+    def share_password(cls, directory: Path, password: str) -> None:
+        """Give the server that will be in a directory a password, which others have, too; one that it has stays."""
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        settings = directory / SETTINGS
+        if not settings.exists():
+            settings.touch(mode=0o600)
+            settings.write_text(json.dumps({"password": password, "ports": {}}))
 
     def _load_settings(self) -> tuple[str, dict[str, int]]:
         try:

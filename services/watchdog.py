@@ -42,7 +42,7 @@ def end_all(directory: Path) -> None:
     for record in sorted(directory.glob("*/*pid")):
         if (found := process.find(record)) is not None:
             # On SIGQUIT, Postgres and its children free their shared memory; the others are killed.
-            how = signal.SIGQUIT if record.parent.name == "postgres" else signal.SIGKILL
+            how = signal.SIGQUIT if record.parent.name.startswith("postgres") else signal.SIGKILL
             process.end(found, how, timeout=5)
     for container in directory.glob(f"*/{rabbitmq_container.CONTAINER}"):
         rabbitmq_container.remove(container.parent)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..observe import metrics
 from ..observe.logs import log
+from ..sentinel import client_of_primary, is_sentinel
 from ..tls import redis_options
 from ..wire.keys import OperationId
 
@@ -67,6 +68,8 @@ class Hint(StrEnum):
 
 class Hints:
     """The hints in Redis. Every call is one round trip of at most `timeout` seconds, and none ever raises.
+
+    Behind Sentinel, a new connection asks for the primary first, for as long again at each Sentinel that does not answer.
 
     `lease`: seconds after which a hint expires. `pause`: seconds without Redis after an error.
     """
@@ -155,22 +158,24 @@ class _Connections:
         from redis.connection import ConnectionPool
         from redis.retry import Retry
 
-        self._pool: ConnectionPool = ConnectionPool.from_url(
-            url,
-            **redis_options(url),
-            decode_responses=True,
-            socket_timeout=timeout,
-            socket_connect_timeout=timeout,
+        self._url, self._timeout = url, timeout
+        options: dict[str, Any] = {
+            "decode_responses": True,
+            "socket_timeout": timeout,
+            "socket_connect_timeout": timeout,
             # redis-py's own retries can outlast a lease
-            retry=Retry(NoBackoff(), 0),
+            "retry": Retry(NoBackoff(), 0),
+        }
+        self._pool: ConnectionPool = (
+            client_of_primary(url, **options).connection_pool
+            if is_sentinel(url)
+            else ConnectionPool.from_url(url, **redis_options(url), **options)
         )
         self._idle: deque[Any] = deque()
 
     def separate(self) -> _Connections:
         """The same, over other connections."""
-        other = copy.copy(self)
-        other._idle = deque()
-        return other
+        return _Connections(self._url, self._timeout)
 
     def ask(self, *command: Any) -> object:
         """Send a command and wait for its answer. Raises `RedisError`.
@@ -179,6 +184,7 @@ class _Connections:
         done themselves, and change nothing the second time.
         """
         from redis.exceptions import ConnectionError as Closed
+        from redis.exceptions import TimeoutError as TimedOut
 
         try:
             return self._ask(self._idle.pop(), command)
@@ -186,8 +192,14 @@ class _Connections:
             pass
         except Closed:
             self._idle.clear()
+        except TimedOut:
+            # the others may lead to the same server, which is away or no longer the primary
+            self._idle.clear()
+            raise
         # not by the pool, which counts those that are lost, and gives no more after a hundred
-        return self._ask(self._pool.connection_class(**self._pool.connection_kwargs), command)
+        connection = self._pool.connection_class(**self._pool.connection_kwargs)
+        connection.connect()  # by itself, a command does not ask the Sentinels
+        return self._ask(connection, command)
 
     def _ask(self, connection: Any, command: Sequence[Any]) -> object:
         try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -117,21 +117,62 @@ class BrokerChannel:
             with self._broker.channel() as channel:
                 yield channel
 
+    def _bound(self, broker: BrokerConnection) -> None:
+        options = {**self._app.conf.broker_transport_options}
+        if broker.transport.driver_type == "amqp":
+            # we count confirms ourselves; and a socket that takes nothing for this long belongs to a dead broker
+            options |= {"confirm_publish": False, "read_timeout": self._timeout, "write_timeout": self._timeout}
+        broker.transport_options = options
+
     def _connect(self) -> Any:
         """The channel; if there is none, connect and declare the application's queues."""
         if self._channel is not None:
             return self._channel
-        options = {**self._app.conf.broker_transport_options}
-        self._broker = verifying(self._app.connection_for_write(connect_timeout=5, transport_options=options))
+        self._broker = connect(self._app.connection_for_write, self._bound, connect_timeout=5)
         self._confirms = self._broker.transport.driver_type == "amqp"
-        if self._confirms:
-            # we count confirms ourselves; and a socket that takes nothing for this long belongs to a dead broker
-            options |= {"confirm_publish": False, "read_timeout": self._timeout, "write_timeout": self._timeout}
-            self._broker.transport_options = options
-        self._broker.connect()
         queues = list(self._app.amqp.queues.values())
         self._channel = declare_queues(self._broker, [*dead_letter_queues(queues), *queues])
         return self._channel
+
+
+def brokers(make: Callable[..., BrokerConnection]) -> list[Any]:
+    """The addresses that an application gives, one for each broker; None: its only one.
+
+    `make`: the application's `connection_for_read` or `connection_for_write`. Raises `ValueError` for what is no address.
+    """
+    with make() as whole:
+        return list(dict.fromkeys(whole.alt)) or [None]
+
+
+def connect(
+    make: Callable[..., BrokerConnection],
+    prepare: Callable[[BrokerConnection], object] = lambda connection: None,
+    **options: Any,
+) -> BrokerConnection:
+    """A new connection to the first of an application's brokers that takes one, in the order of its address.
+
+    kombu's own way tries two of several, and after the first has forgotten how this connection verifies. `make`: as for `brokers`;
+    it gets the `options`. `prepare` gets the connection before it connects. A broker that answers nothing takes `connect_timeout`
+    seconds. Raises what the last one said.
+    """
+    addresses = brokers(make)
+    for number, address in enumerate(addresses, 1):
+        connection = verifying(make(address, **options))
+        prepare(connection)
+        try:
+            connection.ensure_connection(
+                max_retries=1 if len(addresses) == 1 else 0,
+                interval_start=0,
+                reraise_as_library_errors=False,
+            )
+        except BaseException as error:
+            connection.collect()
+            if number == len(addresses) or not isinstance(error, Exception):
+                raise
+            log.warning("broker_passed_over", number=number, error=type(error).__name__)
+        else:
+            return connection
+    raise AssertionError("an application has at least one broker")
 
 
 def verifying(connection: BrokerConnection) -> BrokerConnection:

@@ -63,6 +63,9 @@ class Publisher(BrokerChannel):
             self._connect()  # outside the try: a refused login is no message's fault
             try:
                 self._pipelined(batch, result)
+                if self._nacked:
+                    # To a channel whose first message came while a queue had no leader, RabbitMQ 3.10 nacks every further one.
+                    self.close()
             except Exception as error:
                 if isinstance(error, _OF_NO_MESSAGE) and not isinstance(error, ChannelError):
                     raise

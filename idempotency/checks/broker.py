@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from datetime import UTC, datetime
+from functools import partial
+from typing import Any
 
 from celery import Celery
+from kombu import Connection
 
-from ..broker.channel import verifying
+from ..broker.channel import BROKER_ERRORS, brokers, connect
 from ..errors import SettingsError
 from ..hosts import is_loopback
 from ..setting_values import NOT_AN_ADDRESS
@@ -93,8 +97,7 @@ def _speaks_amqp(app: Celery) -> bool:
 
 def check_broker(app: Celery) -> list[Finding]:
     """Check RabbitMQ's version and the queues it has. Raises the connection's errors if it does not answer."""
-    with verifying(app.connection_for_write(connect_timeout=TIMEOUT)) as connection:
-        connection.ensure_connection(max_retries=1, interval_start=0, timeout=TIMEOUT)
+    with connect(app.connection_for_write, connect_timeout=TIMEOUT) as connection:
         if connection.transport.driver_type != "amqp":
             return []
         properties = connection.connection.server_properties
@@ -111,4 +114,33 @@ def check_broker(app: Celery) -> list[Finding]:
                     "messages may be lost on their way to the dead-letter queue",
                 )
             ]
-        return [*findings, *check_real_queues(connection, app.amqp.queues.values())]
+        findings += check_real_queues(connection, app.amqp.queues.values())
+    return [*findings, *_every_broker(app)]
+
+
+def _every_broker(app: Celery) -> list[Finding]:
+    """Whether each of several brokers answers, and whether they say that they are one cluster.
+
+    Nodes to which nobody has given a cluster name say their own, so that different names prove nothing.
+    """
+    addresses = brokers(app.connection_for_write)
+    if len(addresses) == 1:
+        return []
+    clusters = []
+    for address in addresses:
+        with suppress(*BROKER_ERRORS), connect(partial(_alone, app, address), connect_timeout=TIMEOUT) as connection:
+            clusters.append(connection.connection.server_properties.get("cluster_name"))
+    findings = []
+    if len(clusters) < len(addresses):
+        advice = "where a majority is missing, quorum queues take nothing; check them"
+        findings.append(warning("brokers", f"{len(clusters)} of {len(addresses)} answer", advice))
+    if len(set(clusters)) > 1:
+        advice = "of different clusters, workers at one never see what is published to another; of one, give it a name: rabbitmqctl set_cluster_name"
+        findings.append(warning("brokers", f"they have {len(set(clusters))} cluster names", advice))
+    seen = "how many of them have a queue, `rabbitmq-queues quorum_status` says (docs/cluster.md)"
+    return findings or [ok("brokers", f"{len(clusters)} answer, of one cluster; {seen}")]
+
+
+def _alone(app: Celery, address: str, url: None = None, **options: Any) -> Connection:
+    """One of the brokers, as `connection_for_write` makes a connection to all of them."""
+    return app.connection_for_write(address, **options)

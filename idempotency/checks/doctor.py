@@ -9,6 +9,7 @@ from __future__ import annotations
 from celery import Celery
 
 from ..settings import Settings
+from ..store.connections import login
 from ..worker.deduplicated import deduplicated_tasks
 from ..worker.task import idempotent_tasks
 from .broker import check_broker, check_broker_settings, check_remote_control, check_signatures
@@ -29,6 +30,7 @@ from .settings import (
     check_webhooks,
     read_settings,
 )
+from .standbys import check_hosts, check_target
 from .stores import check_stores
 from .streams import check_streams
 from .tasks import check_longest_runs, check_names, check_options, check_providers, check_retentions
@@ -59,6 +61,7 @@ def _check_with_postgres(app: Celery) -> list[Finding]:
         is_exposed = is_refused(findings, "idempotency_database_url")
         if not is_exposed:
             findings += check_server("database", "idempotency_database_url", lambda: check_database(settings))
+            findings += check_hosts(settings)
         if settings.redis_url is None:
             findings.append(warning("redis", "not set", "every claim and duplicate goes to Postgres"))
         elif not is_refused(findings, "idempotency_redis_url"):
@@ -98,6 +101,7 @@ def check_configuration(app: Celery, given: Settings | None) -> list[Finding]:
         findings += [*check_remote_control(app, given), *check_longest_runs(app, tasks, given)]
         findings += [*check_webhooks(given), *check_restored(given)]
         findings += check_pool_size(str(app.conf.worker_pool), app.conf.worker_concurrency, given)
+        findings += check_target(login(given))
     findings += check_tls(app, given)
     is_rabbitmq, found = check_broker_settings(app)
     findings += found

@@ -22,6 +22,7 @@ from ..store.home import IDENTITY
 from .clock import check_clock
 from .findings import Finding, Level, ok, refusal, warning
 from .partitions import check_partitions
+from .standbys import check_standbys
 from .unreachable import TIMEOUT
 
 # gen_random_uuid() without an extension
@@ -34,11 +35,8 @@ _DATABASE = text("""
 SELECT current_setting('server_version_num')::int / 10000 AS version,
        current_setting('fsync') AS fsync,
        current_setting('full_page_writes') AS full_page_writes,
-       current_setting('synchronous_commit') AS synchronous_commit,
-       current_setting('synchronous_standby_names') AS synchronous_standby_names,
        current_setting('default_transaction_isolation') AS isolation,
        current_setting('transaction_read_only') = 'on' OR pg_is_in_recovery() AS read_only,
-       (SELECT count(*) FROM pg_stat_replication) AS standbys,
        extract(epoch FROM clock_timestamp())::float8 AS now
 """)
 
@@ -88,12 +86,7 @@ def _database(connection: Connection) -> list[Finding]:
     for name in ("fsync", "full_page_writes"):
         if (value := getattr(row, name)) != "on":
             findings.append(refusal(f"database {name}", f"{value}, need on", "a power cut can lose committed data"))
-    if row.synchronous_commit in ("off", "local"):
-        advice = "a server crash may lose what your own sessions enqueue; the library's connections set it to on"
-        findings.append(warning("database synchronous_commit", f"{row.synchronous_commit}, need on", advice))
-    if row.standbys and not row.synchronous_standby_names:
-        advice = "a failover can lose committed data; set synchronous_standby_names"
-        findings.append(warning("database", f"{row.standbys} standbys, none synchronous", advice))
+    findings += check_standbys(connection)
     if row.isolation != "read committed":
         advice = "under a higher level, an attempt cannot finish after a duplicate was counted"
         found = f"{row.isolation}, need read committed"

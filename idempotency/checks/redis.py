@@ -1,12 +1,14 @@
-"""Checks of Redis: its version, role, eviction of hints, and clock."""
+"""Checks of Redis: its version, role, eviction of hints, clock, and the Sentinels before it."""
 
 from __future__ import annotations
 
 import time
+from typing import Any
 
 from pydantic import SecretStr
 from redis import Redis
 
+from ..sentinel import Watch, client_of_primary, is_sentinel, watch
 from ..tls import redis_options
 from .clock import check_clock
 from .findings import Finding, ok, warning
@@ -14,17 +16,13 @@ from .unreachable import TIMEOUT
 
 # SET … KEEPTTL
 OLDEST_REDIS = 6
+# So that two can still agree when one is gone.
+SENTINELS = 3
 
 
 def check_redis(url: SecretStr) -> list[Finding]:
-    address = url.get_secret_value()
-    with Redis.from_url(
-        address,
-        **redis_options(address),
-        socket_timeout=TIMEOUT,
-        socket_connect_timeout=TIMEOUT,
-        decode_responses=True,
-    ) as client:
+    with _client(url.get_secret_value()) as client:
+        watched = watch(client) if is_sentinel(url.get_secret_value()) else None
         info = client.info()
         asked = time.time()
         seconds, microseconds = client.time()
@@ -41,4 +39,28 @@ def check_redis(url: SecretStr) -> list[Finding]:
         advice = "evicted hints mean more claims in Postgres"
         findings.append(warning("redis maxmemory-policy", f"{policy}, need noeviction", advice))
     findings = findings or [ok("redis", f"version {version}, {role}, {policy}")]
+    if watched is not None:
+        findings += _sentinels(watched)
     return [*findings, check_clock("redis clock", seconds + microseconds / 1e6 - now)]
+
+
+def _client(address: str) -> Redis:
+    options: dict[str, Any] = {
+        "socket_timeout": TIMEOUT,
+        "socket_connect_timeout": TIMEOUT,
+        "decode_responses": True,
+    }
+    if is_sentinel(address):
+        return client_of_primary(address, **options)
+    return Redis.from_url(address, **redis_options(address), **options)
+
+
+def _sentinels(watched: Watch) -> list[Finding]:
+    """Whether another Redis would take over. Without hints, every claim and duplicate goes to Postgres until one does."""
+    subject = "redis sentinels"
+    if watched.sentinels < SENTINELS:
+        advice = "if one is away, no new primary is chosen, and hints stop"
+        return [warning(subject, f"{watched.sentinels}, need at least {SENTINELS}", advice)]
+    if not watched.replicas:
+        return [warning(subject, "the primary has no replica", "nothing could take over, and hints would stop")]
+    return [ok(subject, f"{watched.sentinels}, of which {watched.quorum} must agree; {watched.replicas} replicas")]

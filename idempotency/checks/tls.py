@@ -65,7 +65,7 @@ def check_tls(app: Celery, given: Settings | None) -> list[Finding]:
     if given is not None:
         findings.append(_finding("idempotency_database_url", _postgres(login(given)), allowed))
         if given.redis_url is not None:
-            findings.append(_finding("idempotency_redis_url", [_hints(given.redis_url)], allowed))
+            findings.append(_finding("idempotency_redis_url", _store(given.redis_url.get_secret_value()), allowed))
     for setting, url in broker_addresses(app).items():
         findings.append(_finding(setting, _broker(app, url), allowed))
     findings.append(_finding("result_backend", _results(app), allowed))

@@ -29,7 +29,7 @@ from sqlalchemy.exc import OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from ..application import runtime_of
-from ..broker.channel import BROKER_ERRORS, declare_queues, forward, points_to_shared, verifying
+from ..broker.channel import BROKER_ERRORS, connect, declare_queues, forward, points_to_shared
 from ..errors import SettingsError
 from ..observe.crash_points import crash_point
 from ..observe.logs import log
@@ -220,8 +220,7 @@ class DeadLetterConsumer:
 
     def _connect(self) -> Any:
         if self._channel is None:
-            self._broker = verifying(self._app.connection_for_read(connect_timeout=5))
-            self._broker.connect()
+            self._broker = connect(self._app.connection_for_read, connect_timeout=5)
             own, service = list(self._app.amqp.queues.values()), runtime_of(self._app).settings.service
             queues = [*dead_letter_queues(own), dead_letter_queue(forwarded_dead_letters(service))]
             self._channel = declare_queues(self._broker, queues)

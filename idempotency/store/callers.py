@@ -145,9 +145,13 @@ class _Translated:
 def _of_sqlalchemy(connection: Connection, home: Home) -> Executes:
     if (database := connection.dialect.name) != "postgresql":
         raise InvalidArguments(f"session: must be connected to the library's Postgres; got {database}")
-    _check_transaction(connection.connection.dbapi_connection)
+    driver = connection.connection.dbapi_connection
+    _check_transaction(driver)
     url = connection.engine.url
-    place = place_of(url.host or url.query.get("host"), url.port or url.query.get("port"), url.database)
+    if isinstance(url.query.get("host"), tuple) and hasattr(driver, "info"):
+        place = _place(driver)  # of several, the one that it is connected to
+    else:
+        place = place_of(url.host or url.query.get("host"), url.port or url.query.get("port"), url.database)
     if not home.knows(place):
         home.compare(place, connection.execute(text(IDENTITY)).scalar_one())
     return connection if connection.dialect.paramstyle == "pyformat" else _Translated(connection)

@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 from sqlalchemy.engine import make_url
 
 from ..errors import InvalidArguments
+from ..setting_values import database_hosts
 
 # Host, port and database, as a client names them.
 Place: TypeAlias = tuple[str | None, int, str | None]
@@ -22,7 +23,7 @@ class Home:
     def __init__(self, address: str, identity: Callable[[], str]) -> None:
         url = make_url(address)
         self._identity = identity
-        self._known = {place_of(url.host or url.query.get("host"), url.port or url.query.get("port"), url.database)}
+        self._known = {place_of(host, port, url.database) for host, port in database_hosts(address)}
 
     def knows(self, place: Place) -> bool:
         """Whether a place is known to be this database."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import urlsplit
 
-from ..setting_values import sentinels
+from ..sentinel import client_of_primary, is_sentinel
 from ..tls import redis_options
 
 if TYPE_CHECKING:
@@ -29,7 +29,6 @@ def redis_client(address: str, timeout: float) -> Any:
     from redis import Redis, RedisCluster
     from redis.backoff import NoBackoff
     from redis.retry import Retry
-    from redis.sentinel import Sentinel
 
     scheme, _, rest = address.partition("://")
     options: dict[str, Any] = {
@@ -43,13 +42,6 @@ def redis_client(address: str, timeout: float) -> Any:
         plain = f"{scheme.removesuffix('+cluster')}://{rest}"
         # its own retries follow slots that have moved
         return RedisCluster.from_url(plain, **options | redis_options(plain) | {"retry": Retry(NoBackoff(), 3)})
-    if scheme not in ("sentinel", "sentinels"):
-        return Redis.from_url(address, **options | redis_options(address))
-    hosts, login, name, database = sentinels(rest)
-    if scheme == "sentinels":
-        options |= {"ssl": True, **redis_options(f"rediss://{rest}")}
-    user, _, password = login.partition(":")
-    options |= {"username": unquote(user) or None, "password": unquote(password) or None}
-    of_sentinels = {option: value for option, value in options.items() if option != "decode_responses"}
-    untyped: Any = Sentinel
-    return untyped(hosts, sentinel_kwargs=of_sentinels, **options).master_for(name, db=database)
+    if is_sentinel(address):
+        return client_of_primary(address, **options)
+    return Redis.from_url(address, **options | redis_options(address))

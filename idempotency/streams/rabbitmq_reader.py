@@ -20,7 +20,7 @@ from kombu import Connection as BrokerConnection
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
-from ..broker.channel import BROKER_ERRORS, verifying
+from ..broker.channel import BROKER_ERRORS, connect
 from ..errors import BrokerUnavailable, SettingsError
 from ..framework import framework
 from ..observe.crash_points import crash_point
@@ -78,16 +78,12 @@ class RabbitReader:
         lease = holdings.runtime.settings.lease
         self._pause = min(lease / LOOKS, LONGEST_PAUSE)
         self._look_at = 0.0
-        # no heartbeats: a long body would miss them; the connection's own keepalive finds a host that is gone
-        self._broker: BrokerConnection = verifying(
-            app.connection_for_read(heartbeat=0, connect_timeout=CONNECT_TIMEOUT)
-        )
-        if self._broker.transport.driver_type != "amqp":
-            raise SettingsError("broker_url: streams of RabbitMQ are read over AMQP, from a RabbitMQ")
         try:
-            self._broker.connect()
+            # no heartbeats: a long body would miss them; the connection's own keepalive finds a host that is gone
+            self._broker: BrokerConnection = connect(
+                app.connection_for_read, _require_amqp, heartbeat=0, connect_timeout=CONNECT_TIMEOUT
+            )
         except BROKER_ERRORS as error:
-            self._broker.collect()
             raise BrokerUnavailable(reason(error)) from error
 
     def poll(self, timeout: float) -> None:
@@ -315,3 +311,8 @@ class RabbitReader:
         except (DBAPIError, PoolTimeout) as error:
             log.warning("stream_member_not_removed", error=type(error).__name__)
         self._broker.collect()
+
+
+def _require_amqp(broker: BrokerConnection) -> None:
+    if broker.transport.driver_type != "amqp":
+        raise SettingsError("broker_url: streams of RabbitMQ are read over AMQP, from a RabbitMQ")

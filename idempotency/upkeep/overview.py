@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import redis
@@ -12,7 +13,7 @@ from celery import Celery
 from kombu import Connection as BrokerConnection
 from sqlalchemy import Connection
 
-from ..broker.channel import BROKER_ERRORS, verifying
+from ..broker.channel import BROKER_ERRORS, connect
 from ..settings import Settings
 from ..store import overview
 from ..store.overview import TIMEOUT, QueueState, Snapshot
@@ -31,12 +32,10 @@ def ask_broker(app: Celery, settings: Settings, found: Snapshot) -> None:
         found.queue(name)
     deadline = time.monotonic() + 2 * TIMEOUT
     try:
-        with verifying(app.connection_for_read(connect_timeout=TIMEOUT)) as broker:
+        broker = connect(app.connection_for_read, partial(_bound, app), connect_timeout=TIMEOUT)
+        with broker:
             is_amqp = broker.transport.driver_type == "amqp"
-            names = ("read_timeout", "write_timeout") if is_amqp else ("socket_timeout", "socket_connect_timeout")
-            broker.transport_options = {**app.conf.broker_transport_options, **dict.fromkeys(names, TIMEOUT)}
             try:
-                broker.ensure_connection(max_retries=1, interval_start=0, timeout=TIMEOUT)
                 for name in app.amqp.queues:
                     if time.monotonic() > deadline:
                         return
@@ -54,6 +53,12 @@ def ask_broker(app: Celery, settings: Settings, found: Snapshot) -> None:
     except (*BROKER_ERRORS, redis.RedisError):
         return
     found.broker_answered = True
+
+
+def _bound(app: Celery, broker: BrokerConnection) -> None:
+    is_amqp = broker.transport.driver_type == "amqp"
+    names = ("read_timeout", "write_timeout") if is_amqp else ("socket_timeout", "socket_connect_timeout")
+    broker.transport_options = {**app.conf.broker_transport_options, **dict.fromkeys(names, TIMEOUT)}
 
 
 def _ask_about(broker: BrokerConnection, name: str, state: QueueState) -> None:

@@ -15,6 +15,7 @@ from typing import NoReturn
 from rich.console import Console
 
 from services import ServiceError
+from tests.chaos import cluster_faults
 from tests.chaos.plan import WEIGHTS
 from tests.chaos.run import NotHere, Options, run
 
@@ -27,7 +28,15 @@ def main(arguments: list[str] | None = None) -> int:
     console, complaints = Console(soft_wrap=True), Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
     # However this process is asked to end, everything it started ends with it.
     signal.signal(signal.SIGTERM, _interrupt)
-    options = Options(given.seconds, given.seed, workers=given.workers, rate=given.rate, only=given.only)
+    options = Options(
+        given.seconds,
+        given.seed,
+        workers=given.workers,
+        rate=given.rate,
+        only=given.only,
+        is_cluster=given.cluster,
+        is_asynchronous=given.asynchronous,
+    )
     try:
         report = run(options, console)
     except (NotHere, ServiceError, TimeoutError) as error:
@@ -52,6 +61,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--workers", type=int, choices=range(2, 33), default=4, metavar="2..32")
     parser.add_argument("--rate", type=_positive, default=30.0, help="accepted operations per second")
     parser.add_argument("--only", type=_kinds, default=(), help="some kinds of faults, to look into what they do")
+    parser.add_argument("--cluster", action="store_true", help="three RabbitMQ nodes, a standby, Sentinels, two zones")
+    parser.add_argument(
+        "--asynchronous", action="store_true", help="with --cluster: a control, whose promotions lose what was answered"
+    )
     parser.add_argument("--record", action="store_true", help=f"append the run to {RECORD.parent.name}/{RECORD.name}")
     return parser
 
@@ -65,7 +78,7 @@ def _positive(value: str) -> float:
 
 def _kinds(value: str) -> tuple[str, ...]:
     kinds = tuple(value.split(","))
-    if unknown := [kind for kind in kinds if kind not in WEIGHTS]:
+    if unknown := [kind for kind in kinds if kind not in WEIGHTS | cluster_faults.WEIGHTS]:
         raise argparse.ArgumentTypeError(f"unknown kind {unknown[0]!r}, use some of {', '.join(WEIGHTS)}")
     return kinds
 

@@ -23,14 +23,13 @@ from kombu import Queue
 from sqlalchemy import Engine, Row
 from sqlalchemy.exc import DBAPIError
 
-import services
 from idempotency.queues import dead_letter_queues
 from services import process
 from tests.chaos import application
 from tests.chaos.edge import CRASHES
 from tests.chaos.fleet import BEAT, CALLER, EDGE, RELAY, SHOP_EDGE, SHOP_RELAY, SHOP_WORKER, WORKER, Fleet, Member
+from tests.chaos.place import Place, Proxies
 from tests.support import crashing
-from tests.support.proxy import Proxy
 
 # Longer than the lease, so that what is stopped is taken over, and short enough that it goes on within the run.
 STOPPED = application.LEASE + 2.0
@@ -116,11 +115,11 @@ class Missed(Exception):
 class Scene:
     """Everything that a fault can act on."""
 
-    servers: services.Services
+    servers: Place
     fleet: Fleet
-    postgres: Proxy
-    redis: Proxy
-    broker: Proxy
+    postgres: Proxies
+    redis: Proxies
+    broker: Proxies
     # the broker's own address, past the proxy
     broker_url: str
     # the database, past the proxy
@@ -588,7 +587,7 @@ def _continue(pid: int) -> bool:
     return True
 
 
-def _reset(proxy: Proxy) -> str:
+def _reset(proxy: Proxies) -> str:
     resets = proxy.resets
     proxy.reset()
     if proxy.resets == resets:

@@ -13,7 +13,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -48,6 +48,8 @@ class Member:
     directory: Path
     arguments: list[str]
     application: str = NEW
+    # what its environment has in addition to that of all
+    zone: Mapping[str, str] = field(default_factory=dict)
     # where it listens; None: nowhere
     port: int | None = None
     pid: int = 0
@@ -108,7 +110,10 @@ class Fleet:
         edges: int = 0,
         shop: Mapping[str, str] | None = None,
         shop_port: int | None = None,
+        zones: Sequence[Mapping[str, str]] = ({},),
     ) -> None:
+        # which addresses the members have, in turns; the shop is in the first zone
+        self._zones = zones
         self._environment = {**os.environ, **environment, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
         # of the worked application, which has its own database; None: it takes no part
         self._of_shop = self._environment | dict(shop or {})
@@ -211,7 +216,8 @@ class Fleet:
         name = f"{kind}-{len(self.of(kind)) + 1}"
         place = directory / name
         place.mkdir(parents=True)
-        self.members.append(Member(name, kind, place, list(arguments)))
+        zone = self._zones[len(self.of(kind)) % len(self._zones)]
+        self.members.append(Member(name, kind, place, list(arguments), zone=zone))
         return self.members[-1]
 
     def _start(self, member: Member) -> None:
@@ -224,7 +230,7 @@ class Fleet:
             record=member.record,
             log=member.log,
             directory=member.directory,
-            environment=self._of_shop if member.application == SHOP else self._environment,
+            environment=self._of_shop if member.application == SHOP else self._environment | dict(member.zone),
         )
         member.starts += 1
         if member.kind == CALLER:

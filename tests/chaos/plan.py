@@ -7,7 +7,7 @@ keep no seed, so two runs of one plan are two different histories.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 # How often each kind is drawn, relative to the others. Every kind is in every plan, whatever its weight.
@@ -91,13 +91,13 @@ class Fault:
     target: int
 
 
-def plan(seed: int, seconds: float, only: Sequence[str] = ()) -> list[Fault]:
+def plan(seed: int, seconds: float, only: Sequence[str] = (), weights: Mapping[str, int] = WEIGHTS) -> list[Fault]:
     """All faults of a run in their order; the same for the same seed and length.
 
-    `only` leaves some kinds, to look into what they do; such a run proves nothing.
+    `only` leaves some kinds, to look into what they do; such a run proves nothing. `weights`: of another place than three servers.
     """
     chance = random.Random(f"plan {seed} {seconds:g}")
-    weights = {kind: weight for kind, weight in WEIGHTS.items() if not only or kind in only}
+    weights = {kind: weight for kind, weight in weights.items() if not only or kind in only}
     kinds = [kind for kind in weights for _ in range(AT_LEAST.get(kind, 1))]
     more = max(round(seconds * RATE) - len(kinds), 0)
     kinds += chance.choices(list(weights), weights=list(weights.values()), k=more)

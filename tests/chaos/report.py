@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -47,6 +47,7 @@ class Report:
     ended_by_themselves: list[Ended] = field(default_factory=list)
     histories: dict[str, list[str]] = field(default_factory=dict)
     logs: Path | None = None
+    is_cluster: bool = False
 
     @property
     def faults(self) -> int:
@@ -64,6 +65,8 @@ class Report:
         counts = asdict(self.counts)
         names = ("accepted", "completed", "failed", "dead", "duplicated", "takeovers", "fenced", "lost", "doubled")
         shown = {"seed": self.seed, "seconds": f"{self.seconds:g}", "faults": self.faults, "kinds": len(self.inflicted)}
+        if self.is_cluster:
+            shown["cluster"] = 1
         shown |= {name: counts[name] for name in names} | {"violations": len(self.violations)}
         return "RESULT " + " ".join(f"{name}={value}" for name, value in shown.items())
 
@@ -73,6 +76,7 @@ class Report:
             {
                 "seed": self.seed,
                 "seconds": self.seconds,
+                "cluster": self.is_cluster,
                 "status": self.status,
                 "faults": self.faults,
                 "inflicted": dict(sorted(self.inflicted.items())),
@@ -129,14 +133,18 @@ class Report:
 
 
 def unproved(
-    seconds: float, inflicted: Mapping[str, int], counts: Counts, struck: Mapping[str, int] | None = None
+    seconds: float,
+    inflicted: Mapping[str, int],
+    counts: Counts,
+    struck: Mapping[str, int] | None = None,
+    kinds: Collection[str] = WEIGHTS,
 ) -> list[str]:
     """Why a run without a violation would prove nothing: too little went wrong, or no attempt had to be held off."""
     problems = []
     if (number := sum(inflicted.values())) < seconds * PROVEN_RATE:
         problems.append(f"only {number} faults in {seconds:g} s")
     allowed, unseen = (SHORT_MISSES, SHORT_UNSEEN) if seconds < LONG else (0, 0)
-    if len(never := [kind for kind in WEIGHTS if not inflicted.get(kind)]) > allowed:
+    if len(never := [kind for kind in kinds if not inflicted.get(kind)]) > allowed:
         problems.append(f"never hit: {', '.join(never)}")
     if len(missing := [name for name, times in (struck or {}).items() if not times]) > unseen:
         problems.append(f"never seen: {', '.join(missing)}")

@@ -12,22 +12,20 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit, urlunsplit
 
 from kombu import Connection as BrokerConnection
 from rich.console import Console
 from sqlalchemy import create_engine
 
-import services
 from idempotency.application import close_runtime
 from idempotency.observe import metrics
 from idempotency.store import schema
-from tests.chaos import application, ledgers
+from tests.chaos import application, cluster_faults, ledgers
 from tests.chaos.application import MANY_ATTEMPTS
 from tests.chaos.attacks import ATTACKS
 from tests.chaos.books import UNFINISHED, UNKNOWN, process_of
@@ -41,6 +39,7 @@ from tests.chaos.fleet import EDGE, Fleet
 from tests.chaos.monitor import unexplained
 from tests.chaos.people import WEIGHTS as COMMANDS
 from tests.chaos.people import People
+from tests.chaos.place import Place, alone, clustered
 from tests.chaos.plan import WEIGHTS, Fault, plan
 from tests.chaos.provider import FAULTS as PROVIDER_FAULTS
 from tests.chaos.provider import Provider
@@ -49,7 +48,6 @@ from tests.chaos.requests import STRUCK as REQUESTS_STRUCK
 from tests.chaos.requests import Requests
 from tests.chaos.shop import Shop
 from tests.chaos.traffic import TENANTS, Traffic
-from tests.support.proxy import Proxy
 
 # Accepted and not ended: enough to keep every worker busy, few enough that the quiet afterwards is short.
 WINDOW = 250
@@ -85,6 +83,18 @@ class Options:
     edges: int = 2
     rate: float = 30.0
     only: tuple[str, ...] = ()
+    is_cluster: bool = False
+    # Postgres' standby: then a promotion loses what was answered
+    is_asynchronous: bool = False
+
+    @property
+    def kinds(self) -> Mapping[str, int]:
+        """The kinds of faults, with their weights."""
+        if not self.is_cluster:
+            return WEIGHTS
+        return {kind: weight for kind, weight in WEIGHTS.items() if kind not in cluster_faults.WITHOUT} | (
+            cluster_faults.WEIGHTS
+        )
 
 
 def run(options: Options, console: Console) -> Report:
@@ -93,7 +103,7 @@ def run(options: Options, console: Console) -> Report:
     with ExitStack() as stack:
         began = time.monotonic()
         # it stops, wipes and cuts its servers: they have to be its own
-        servers = stack.enter_context(_own_servers())
+        servers = stack.enter_context(_own_servers(options))
         if servers.broker != "rabbitmq":
             raise NotHere("chaos needs a private RabbitMQ to freeze: install the package rabbitmq-server")
         phases["servers"] = time.monotonic() - began
@@ -103,8 +113,8 @@ def run(options: Options, console: Console) -> Report:
             stage.fleet.start()
             stage.fleet.wait_until_ready(READY_WITHIN)
             phases["start"] = time.monotonic() - began
-            faults = plan(options.seed, options.seconds, options.only)
-            weights = ", ".join(f"{kind} {weight}" for kind, weight in WEIGHTS.items())
+            faults = plan(options.seed, options.seconds, options.only, options.kinds)
+            weights = ", ".join(f"{kind} {weight}" for kind, weight in options.kinds.items())
             console.print(
                 f"seed {options.seed}, {options.seconds:g} s, {len(faults)} faults planned; weights: {weights}"
             )
@@ -127,16 +137,16 @@ def run(options: Options, console: Console) -> Report:
         return report
 
 
-def _own_servers() -> Any:
+def _own_servers(options: Options) -> AbstractContextManager[Place]:
     for variable in ("DATABASE_URL", "REDIS_URL", "BROKER_URL"):
         os.environ.pop(variable, None)
-    return services.running()
+    return clustered(is_synchronous=not options.is_asynchronous) if options.is_cluster else alone()
 
 
 class _Stage:
     """Everything that takes part, and what is known of it."""
 
-    def __init__(self, servers: services.Services, options: Options, stack: ExitStack) -> None:
+    def __init__(self, servers: Place, options: Options, stack: ExitStack) -> None:
         self.servers, self.options = servers, options
         self.directory = servers.directory
         name = f"chaos_{os.getpid()}"
@@ -150,23 +160,14 @@ class _Stage:
         ledgers.install(self.engine, application.BUSINESS)
         self.provider = Provider(options.seed)
         stack.callback(self.provider.close)
-        proxies = {}
-        for which, url in (
-            ("postgres", database_url),
-            ("redis", servers.redis_url),
-            ("broker", servers.broker_url),
-        ):
-            address = urlsplit(url)
-            proxies[which] = Proxy(address.hostname or "127.0.0.1", address.port or 0)
-            stack.callback(proxies[which].close)
+        proxies = servers.proxies
+        zones = servers.environments(database_url)
         crash_directory, self.metrics = self.directory / "crash", self.directory / "metrics"
         (crash_directory / CRASHES).mkdir(parents=True)
         self.metrics.mkdir()
         # without the library's own variable: this process must not count among the application's
         environment = {
-            "DATABASE_URL": _through(database_url, proxies["postgres"]),
-            "REDIS_URL": _through(servers.redis_url, proxies["redis"]),
-            "BROKER_URL": _through(servers.broker_url, proxies["broker"]),
+            **zones[0],
             "CHAOS_QUEUE": "chaos",
             "IDEMPOTENCY_MESSAGE_SECRETS": secrets.token_hex(32),
         }
@@ -178,7 +179,7 @@ class _Stage:
             stack,
             self.directory,
             shop_engine,
-            {**environment, "DATABASE_URL": _through(shop_url, proxies["postgres"])},
+            environment | servers.environments(shop_url)[0],
             seed=options.seed,
             seconds=options.seconds,
         )
@@ -197,6 +198,7 @@ class _Stage:
             edges=options.edges,
             shop=self.shop.environment,
             shop_port=self.shop.port,
+            zones=zones,
         )
         stack.callback(self.fleet.stop)
         self.scene = Scene(
@@ -241,7 +243,7 @@ class _Stage:
 
         def inflict(fault: Fault) -> None:
             try:
-                what = (FAULTS | ATTACKS)[fault.kind](self.scene, fault.target)
+                what = (FAULTS | ATTACKS | cluster_faults.FAULTS)[fault.kind](self.scene, fault.target)
                 inflicted[fault.kind] += 1
             except Missed as error:
                 missed[fault.kind] += 1
@@ -274,6 +276,8 @@ class _Stage:
         for thread in threads:
             thread.join(60)
         self.scene.heal()
+        if self.options.is_cluster:
+            cluster_faults.heal(self.scene)
         return inflicted, missed
 
     def wait_for_quiet(self, console: Console) -> list[str]:
@@ -372,7 +376,10 @@ class _Stage:
         of_shop, self.shop_struck = self.shop.check()
         believed = [Violation("forged", "a message", what) for what in self.scene.believed]
         more = (*believed, *vanished, *kept, *self._announcements(rows), *self.requests.violations, *of_shop)
-        return Findings((*findings.violations, *more), findings.counts, findings.changes)
+        # accepted, by what its submitter was told, and in no ledger that is left
+        counts, gone = findings.counts, len(vanished)
+        counts = replace(counts, accepted=counts.accepted + gone, lost=counts.lost + gone)
+        return Findings((*findings.violations, *more), counts, findings.changes)
 
     def _announcements(self, rows: Sequence[Any]) -> list[Violation]:
         """I3: an announcement and its event are one commit: exactly one event for each that completed."""
@@ -398,7 +405,7 @@ class _Stage:
     ) -> Report:
         counters = metrics.totals(self.metrics)
         struck = self._struck(findings, counters) | self.shop_struck
-        problems = unproved(self.options.seconds, inflicted, findings.counts, struck)
+        problems = unproved(self.options.seconds, inflicted, findings.counts, struck, self.options.kinds)
         tally = self.traffic.tally
         if tally.copies < len(tally.certain):
             problems.append(f"only {tally.copies} copies of {len(tally.certain)} messages")
@@ -421,6 +428,7 @@ class _Stage:
             phases={name: round(seconds, 1) for name, seconds in phases.items()},
             versions=self._versions(),
             ended_by_themselves=self.fleet.ended_by_themselves,
+            is_cluster=self.options.is_cluster,
         )
         for violation in findings.violations:
             report.histories.setdefault(violation.key, findings.history(violation))
@@ -482,13 +490,6 @@ _ANNOUNCED = """
 SELECT tenant || '-announce-' || key FROM idempotency.records
 WHERE task = 'chaos.announce' AND status = 'completed'
 """
-
-
-def _through(url: str, proxy: Proxy) -> str:
-    """The same address, by way of a proxy."""
-    parts = urlsplit(url)
-    login, at, _ = parts.netloc.rpartition("@")
-    return urlunsplit(parts._replace(netloc=f"{login}{at}127.0.0.1:{proxy.port}"))
 
 
 def _keep(directory: Path) -> Path:

@@ -17,6 +17,26 @@ SECONDS, LIMIT = 60, 890
 
 
 @pytest.mark.long
+@pytest.mark.timeout(2 * LIMIT + 10)
+def test_what_an_asynchronous_standby_loses_is_reported_as_lost(servers: services.Services) -> None:
+    """The control of `--cluster`: the same promotions, and a checker that has to notice."""
+    if servers.broker != "rabbitmq":
+        pytest.skip("needs RabbitMQ nodes of our own")
+    options = ["--cluster", "--asynchronous", "--only", "promote_standby", "--seconds", "30", "--workers", "2"]
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.chaos", *options, "--seed", str(SEED)],
+        capture_output=True,
+        text=True,
+        timeout=2 * LIMIT,
+    )
+    assert done.returncode == 1, done.stdout[-8000:] + done.stderr[-2000:]
+    assert "its COMMIT was answered, and its row is not there" in done.stdout
+    last = done.stdout.splitlines()[-1]
+    assert " cluster=1 " in last
+    assert " lost=0 " not in last
+
+
+@pytest.mark.long
 @pytest.mark.timeout(LIMIT + 10)
 def test_a_minute_of_chaos_loses_nothing_and_doubles_nothing(servers: services.Services) -> None:
     if servers.broker != "rabbitmq":

@@ -92,7 +92,7 @@ class TlsRedis(Redis):
             config.write(f"tls-cert-file {own}/server.crt\ntls-key-file {own}/server.key\n")
         return command
 
-    def _program(self) -> Path:
+    def program(self) -> Path:
         return installed(_redis_server, "redis-server")
 
 

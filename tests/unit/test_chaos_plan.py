@@ -8,7 +8,11 @@ from collections import Counter
 
 import pytest
 
+from tests.chaos import cluster_faults
+from tests.chaos.attacks import ATTACKS
+from tests.chaos.faults import FAULTS
 from tests.chaos.plan import AT_LEAST, LEAD_IN, WEIGHTS, plan
+from tests.chaos.run import Options
 
 
 def test_the_same_seed_and_length_give_the_same_plan() -> None:
@@ -35,6 +39,13 @@ def test_every_kind_is_in_every_plan(seconds: int) -> None:
         counts = Counter(fault.kind for fault in plan(seed, seconds))
         assert counts.keys() == WEIGHTS.keys()
         assert all(counts[kind] >= least for kind, least in AT_LEAST.items())
+
+
+def test_every_kind_of_a_cluster_is_in_a_plan_and_can_be_done() -> None:
+    kinds = Options(60, 7, is_cluster=True).kinds
+    assert Counter(fault.kind for fault in plan(7, 60, weights=kinds)).keys() == kinds.keys()
+    assert set(cluster_faults.WEIGHTS) == set(cluster_faults.FAULTS) == set(kinds) - set(WEIGHTS)
+    assert set(kinds) <= {*FAULTS, *ATTACKS, *cluster_faults.FAULTS}
 
 
 def test_faults_come_in_their_order_within_the_run() -> None:

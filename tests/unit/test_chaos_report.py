@@ -13,6 +13,7 @@ from rich.console import Console
 from tests.chaos.checker import Counts, Violation
 from tests.chaos.plan import WEIGHTS
 from tests.chaos.report import LONG, SHORT_UNSEEN, Report, unproved
+from tests.chaos.run import Options
 
 KINDS = list(WEIGHTS)
 ENOUGH = dict.fromkeys(WEIGHTS, 2)
@@ -41,6 +42,18 @@ def test_the_last_line_has_every_figure() -> None:
         f"RESULT seed=7 seconds=60 faults={2 * len(WEIGHTS)} kinds={len(WEIGHTS)} accepted=10 completed=9 failed=1 "
         "dead=0 duplicated=0 takeovers=3 fenced=1 lost=0 doubled=0 violations=1"
     )
+
+
+def test_the_last_line_says_that_it_was_a_cluster() -> None:
+    line = Report(7, 60.0, ENOUGH, {}, GOOD, [], [], is_cluster=True).line
+    assert f"kinds={len(WEIGHTS)} cluster=1 accepted=10" in line
+
+
+def test_a_run_against_a_cluster_needs_its_kinds_of_faults_too() -> None:
+    kinds = Options(LONG, 7, is_cluster=True).kinds
+    assert unproved(LONG, dict.fromkeys(kinds, 20), GOOD, kinds=kinds) == []
+    but_one = dict.fromkeys(kinds, 20) | {"promote_standby": 0}
+    assert unproved(LONG, but_one, GOOD, kinds=kinds) == ["never hit: promote_standby"]
 
 
 def test_a_run_with_every_kind_takeover_and_fenced_write_is_a_proof() -> None:

@@ -55,7 +55,7 @@ LAYERS = (
     ("wire",),
     ("objects",),
     ("setting_values",),
-    ("settings", "queues", "providers", "framework"),
+    ("settings", "queues", "providers", "framework", "sentinel"),
     ("store",),
     ("broker",),
     ("attempt",),

@@ -1,0 +1,63 @@
+"""A Redis behind Sentinel: clients for whatever is its primary."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+from urllib.parse import unquote
+
+from .setting_values import sentinels
+from .tls import redis_options
+
+if TYPE_CHECKING:
+    from redis import Redis
+
+SCHEMES = ("sentinel", "sentinels")
+
+
+class Watch(NamedTuple):
+    """How many Sentinels that answer watch a primary, as one of them says, how many of them have to agree, and its replicas."""
+
+    sentinels: int
+    quorum: int
+    replicas: int
+
+
+def is_sentinel(address: str) -> bool:
+    """Whether an address is that of Sentinels."""
+    return address.partition("://")[0] in SCHEMES
+
+
+def client_of_primary(address: str, **options: Any) -> Redis:
+    """redis-py's client for the primary that the Sentinels of an address name. Connects when it is used.
+
+    User and password are those of the Sentinels, too. `options`: of every connection. A connection asks the Sentinels when it is
+    opened, and again once its server refuses writes. Raises `ValueError` for what is no address.
+    """
+    from redis.sentinel import Sentinel
+
+    scheme, _, rest = address.partition("://")
+    hosts, login, name, database = sentinels(rest)
+    if scheme == "sentinels":
+        options |= {"ssl": True, **redis_options(f"rediss://{rest}")}
+    user, _, password = login.partition(":")
+    options |= {"username": unquote(user) or None, "password": unquote(password) or None}
+    of_sentinels = {option: value for option, value in options.items() if option != "decode_responses"}
+    untyped: Any = Sentinel
+    client: Redis = untyped(hosts, sentinel_kwargs=of_sentinels, **options).master_for(name, db=database)
+    return client
+
+
+def watch(client: Redis) -> Watch:
+    """What the first Sentinel that answers says. `client`: of `client_of_primary`. Raises `RedisError` if none does."""
+    from redis import RedisError
+
+    pool: Any = client.connection_pool
+    failed: RedisError | None = None
+    for each in pool.sentinel_manager.sentinels:
+        try:
+            of_primary = each.sentinel_masters()[pool.service_name]
+            others = [other for other in each.sentinel_sentinels(pool.service_name) if not other["is_sdown"]]
+            return Watch(len(others) + 1, of_primary["quorum"], of_primary["num-slaves"])
+        except (RedisError, KeyError) as error:
+            failed = error if isinstance(error, RedisError) else RedisError("it does not know this primary")
+    raise failed or RedisError("no Sentinel")

@@ -1,0 +1,218 @@
+"""Three RabbitMQ nodes that form one cluster, as processes on one machine."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import http.client
+import json
+import socket
+import subprocess
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+from urllib.parse import quote
+
+from services import packages
+from services.rabbitmq import USER, RabbitMQ, epmd_command
+from services.server import READY_SECONDS, Server, ServiceError
+
+NAMES = ("rabbitmq-a", "rabbitmq-b", "rabbitmq-c")
+CLUSTER = "services"
+# Seconds without a sign of another node after which it counts as gone; RabbitMQ's default is 60.
+NET_TICK = 8
+
+
+class PortMapper(Server):
+    """Erlang's epmd, which all three nodes use."""
+
+    name = "epmd"
+    port_names: ClassVar[Sequence[str]] = ("epmd",)
+
+    @property
+    def url(self) -> str:
+        return f"epmd://127.0.0.1:{self.port}"
+
+    def _command(self) -> Sequence[str | Path]:
+        return epmd_command(self.port)
+
+    def _check(self) -> None:
+        with socket.create_connection(("127.0.0.1", self.port), timeout=2):
+            pass
+
+
+class RabbitMQNode(RabbitMQ):
+    """One of the three. Where there is no majority of them, it stops serving."""
+
+    port_names: ClassVar[Sequence[str]] = ("amqp", "management", "distribution")
+
+    def __init__(self, directory: Path, mapper: PortMapper) -> None:
+        super().__init__(directory)
+        # used by what this class inherits
+        self.ports = {**self.ports, "epmd": mapper.port}
+
+    @property
+    def node_name(self) -> str:
+        return _node_name(self.directory.name)
+
+    @property
+    def _cookie(self) -> str:
+        return hashlib.sha256(self.password.encode()).hexdigest()
+
+    @property
+    def _more_configuration(self) -> str:
+        nodes = "".join(
+            f"cluster_formation.classic_config.nodes.{number} = {_node_name(name)}\n"
+            for number, name in enumerate(NAMES, 1)
+        )
+        return (
+            "cluster_formation.peer_discovery_backend = classic_config\n"
+            f"{nodes}"
+            "cluster_partition_handling = pause_minority\n"
+            f"cluster_name = {CLUSTER}\n"
+            f"net_ticktime = {NET_TICK}\n"
+        )
+
+    @property
+    def _epmd_record(self) -> Path:
+        # the mapper is a server of its own: nothing of it is in this directory
+        return self.directory.parent / PortMapper.name / "pid"
+
+    def _end_epmd(self) -> None:
+        pass
+
+    @property
+    def _holds_ports(self) -> bool:
+        return self.running
+
+    def control(self, *arguments: str, program: str = "rabbitmqctl") -> str:
+        """Run one of RabbitMQ's command-line programs against this node. Raises `ServiceError` if it fails."""
+        start = packages.rabbitmq_program()
+        assert start is not None
+        done = subprocess.run(
+            [start.with_name(program), "--node", self.node_name, *arguments],
+            env=self._environment(),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        if done.returncode != 0:
+            raise ServiceError(f"{program} {arguments[0]} failed: {(done.stderr or done.stdout).strip()[-300:]}")
+        return done.stdout
+
+
+@dataclass(frozen=True, slots=True)
+class Members:
+    """Of a quorum queue, by the names of the nodes' directories: who has a copy, who of them is up, and who leads."""
+
+    all: frozenset[str]
+    online: frozenset[str]
+    leader: str | None
+
+
+class RabbitMQTrio:
+    """Three nodes with the same users, and their port mapper."""
+
+    def __init__(self, directory: Path, password: str) -> None:
+        for name in (PortMapper.name, *NAMES):
+            Server.share_password(directory / name, password)
+        self.mapper = PortMapper(directory / PortMapper.name)
+        self.nodes = tuple(RabbitMQNode(directory / name, self.mapper) for name in NAMES)
+
+    def url(self, vhost: str = "/", *, ports: Sequence[int] = ()) -> str:
+        """The addresses of all nodes, one after the other; `ports`: where they are reached instead, as by proxies."""
+        login = f"{USER}:{self.nodes[0].password}"
+        return ";".join(
+            f"amqp://{login}@127.0.0.1:{port}/{quote(vhost, safe='')}" for port in ports or [n.port for n in self.nodes]
+        )
+
+    def node(self, name: str) -> RabbitMQNode:
+        """The node with this name of its directory."""
+        return next(node for node in self.nodes if node.directory.name == name)
+
+    def launch(self) -> None:
+        self.mapper.start()
+        for node in self.nodes:
+            node.launch()
+
+    def wait_until_ready(self, timeout: float = READY_SECONDS) -> None:
+        for node in self.nodes:
+            node.wait_until_ready(timeout)
+        deadline = time.monotonic() + timeout
+        while (found := self.alive()) < len(self.nodes):
+            if time.monotonic() > deadline:
+                raise ServiceError(f"{found} of {len(self.nodes)} nodes are in one cluster after {timeout:g} s")
+            time.sleep(0.2)
+
+    def mend(self, timeout: float = READY_SECONDS) -> None:
+        """Start what does not run, and start anew a node that does not find back to the others by itself, as a health check would.
+
+        One that stood still for longer than the others have waited does not: they took it for dead.
+        """
+        for _ in self.nodes:
+            self.launch()
+            with contextlib.suppress(ServiceError):
+                self.wait_until_ready(timeout / len(self.nodes))
+                return
+            outside = min(self.nodes, key=self._seen_by)
+            outside.kill()
+        self.launch()
+        self.wait_until_ready(timeout)
+
+    def _seen_by(self, node: RabbitMQNode) -> int:
+        """How many nodes one believes to be up; 0: it does not answer."""
+        try:
+            return sum(bool(each.get("running")) for each in json.loads(node.ask("/api/nodes")))
+        except (OSError, ServiceError, http.client.HTTPException):
+            return 0
+
+    def members(self, queue: str, vhost: str = "/") -> Members:
+        """Who has a quorum queue. Raises `ServiceError` if no node answers."""
+        found = json.loads(self._ask(f"/api/queues/{quote(vhost, safe='')}/{quote(queue, safe='')}"))
+        return Members(
+            frozenset(map(_directory, found.get("members", ()))),
+            frozenset(map(_directory, found.get("online", ()))),
+            _directory(found["leader"]) if found.get("leader") else None,
+        )
+
+    def grow(self, queue: str, node: RabbitMQNode, vhost: str = "/") -> None:
+        """Give a quorum queue another member."""
+        self._some().control("add_member", "--vhost", vhost, queue, node.node_name, program="rabbitmq-queues")
+
+    def shrink(self, queue: str, node: RabbitMQNode, vhost: str = "/") -> None:
+        """Take a member from a quorum queue."""
+        self._some().control("delete_member", "--vhost", vhost, queue, node.node_name, program="rabbitmq-queues")
+
+    def stop(self) -> None:
+        for node in reversed(self.nodes):
+            node.stop()
+        self.mapper.stop()
+
+    def discard(self) -> None:
+        for node in self.nodes:
+            node.discard()
+        self.mapper.discard()
+
+    def alive(self) -> int:
+        """How many nodes are up, as that one sees it that sees the fewest; 0: one does not answer."""
+        return min(map(self._seen_by, self.nodes))
+
+    def _some(self) -> RabbitMQNode:
+        for node in self.nodes:
+            if node.running and node.answers():
+                return node
+        raise ServiceError("no RabbitMQ node answers")
+
+    def _ask(self, path: str) -> bytes:
+        return self._some().ask(path)
+
+
+def _node_name(name: str) -> str:
+    return f"{name.replace('-', '_')}@localhost"
+
+
+def _directory(node_name: str) -> str:
+    return node_name.partition("@")[0].replace("_", "-")

@@ -1,0 +1,218 @@
+"""Faults of a cluster: nodes die, are promoted, cut off and replaced. Each heals what it has done before it returns."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from services.cluster import Cluster
+from services.cluster_rabbitmq import NET_TICK
+from tests.chaos.faults import Missed, Scene
+from tests.chaos.place import ZONES, Clustered, Proxies
+
+# How often each kind is drawn, as in `plan.WEIGHTS`. Those of RabbitMQ take longest: a node has to start again.
+WEIGHTS = {
+    "kill_leader": 1,
+    "kill_majority": 1,
+    "pause_node": 1,
+    "resize_queue": 1,
+    "promote_standby": 2,
+    "promote_over_paused": 1,
+    "cut_replication": 1,
+    "replace_redis": 1,
+    "cut_zone": 2,
+    "isolate_zone": 1,
+}
+# What needs a single server, or a proxy before Redis.
+WITHOUT = ("freeze_broker", "black_hole_redis")
+# Seconds without the servers that a fault takes: longer than a lease.
+AWAY = 4.0
+# Longer than RabbitMQ's own patience with a node, and than every time-out of a client.
+PAUSED = NET_TICK * 1.5
+# Of what an asynchronous standby has not got when it is promoted.
+LAG = 2.0
+READY_WITHIN = 120.0
+# How long a fault waits for another one of the same servers.
+OTHERS_WITHIN = 60.0
+# One fault of RabbitMQ's nodes at a time: three, and there is no cluster.
+_nodes = threading.Lock()
+
+
+@contextmanager
+def _alone(lock: threading.Lock) -> Iterator[None]:
+    if not lock.acquire(timeout=OTHERS_WITHIN):
+        raise Missed("others have these servers")
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _place(scene: Scene) -> Clustered:
+    assert isinstance(scene.servers, Clustered)
+    return scene.servers
+
+
+def _cluster(scene: Scene) -> Cluster:
+    return _place(scene).servers
+
+
+def kill_leader(scene: Scene, target: int) -> str:
+    """The node that leads the queue of the work dies, and comes back."""
+    with _alone(_nodes):
+        trio = _cluster(scene).rabbitmq
+        leader = trio.members(scene.queue).leader or trio.nodes[target % len(trio.nodes)].directory.name
+        trio.node(leader).kill()
+        time.sleep(AWAY)
+        trio.mend(READY_WITHIN)
+    return leader
+
+
+def kill_majority(scene: Scene, target: int) -> str:
+    """Two of three nodes die: nothing is published or taken until they are back."""
+    with _alone(_nodes):
+        trio = _cluster(scene).rabbitmq
+        first = target % len(trio.nodes)
+        killed = [trio.nodes[first], trio.nodes[(first + 1) % len(trio.nodes)]]
+        for node in killed:
+            node.kill()
+        time.sleep(AWAY)
+        trio.mend(READY_WITHIN)
+    return ", ".join(node.directory.name for node in killed)
+
+
+def pause_node(scene: Scene, target: int) -> str:
+    """One node stands still for longer than the others wait for it, and goes on."""
+    with _alone(_nodes):
+        trio = _cluster(scene).rabbitmq
+        node = trio.nodes[target % len(trio.nodes)]
+        node.pause()
+        try:
+            time.sleep(PAUSED)
+        finally:
+            node.resume()
+        trio.mend(READY_WITHIN)
+    return f"{node.directory.name} for {PAUSED:g} s"
+
+
+def resize_queue(scene: Scene, target: int) -> str:
+    """The queue of the work loses a member, and gets it back."""
+    with _alone(_nodes):
+        trio = _cluster(scene).rabbitmq
+        node = trio.nodes[target % len(trio.nodes)]
+        trio.shrink(scene.queue, node)
+        time.sleep(AWAY)
+        trio.grow(scene.queue, node)
+    return f"without {node.directory.name} for {AWAY:g} s"
+
+
+def promote_standby(scene: Scene, target: int) -> str:
+    """The primary dies, its standby is promoted, and a new standby is built from it."""
+    place, pair = _place(scene), _cluster(scene).postgres
+    with _alone(scene.restarting):
+        began = time.monotonic()
+        if not pair.is_synchronous:
+            place.replication.black_hole("replies")
+            time.sleep(LAG)
+        pair.primary.kill()
+        place.replication.heal()
+        promoted = pair.promote()
+        pair.rebuild()
+    return f"{promoted.directory.name}, and a new standby after {time.monotonic() - began:.1f} s"
+
+
+def promote_over_paused(scene: Scene, target: int) -> str:
+    """The primary stands still past every time-out, is fenced while it sleeps, and a new standby is built in its place."""
+    pair = _cluster(scene).postgres
+    with _alone(scene.restarting):
+        former = pair.primary
+        former.pause()
+        time.sleep(AWAY)
+        pair.promote()
+        time.sleep(1.0)  # two of them for a moment; the sleeping one answers nothing
+        former.kill()
+        pair.rebuild()
+    return f"{former.directory.name} slept for {AWAY:g} s"
+
+
+def cut_replication(scene: Scene, target: int) -> str:
+    """The zones of the primary and of the standby do not see each other: commits wait."""
+    replication = _place(scene).replication
+    with _alone(scene.restarting):
+        swallowed = replication.swallowed
+        replication.black_hole("replies")
+        try:
+            time.sleep(AWAY)
+        finally:
+            replication.black_hole(None)
+            replication.heal()
+        _cluster(scene).postgres.wait_for_standby()
+    return f"for {AWAY:g} s, {replication.swallowed - swallowed} bytes"
+
+
+def replace_redis(scene: Scene, target: int) -> str:
+    """The primary of Redis dies, the Sentinels choose another, and it comes back as a replica."""
+    trio, began = _cluster(scene).redis, time.monotonic()
+    former = trio.primary
+    former.kill()
+    try:
+        chosen = trio.wait_for_failover(former)
+    finally:
+        former.start()
+    return f"{chosen.directory.name} after {time.monotonic() - began:.1f} s"
+
+
+def cut_zone(scene: Scene, target: int) -> str:
+    """One zone gets no answers from one kind of server; the other zone does."""
+    services = ("postgres", "broker", "redis")
+    zone, service = ZONES[target % 2], services[target // 2 % len(services)]
+    return f"zone {zone} from {service} {_cut([_place(scene).of_zone[zone, service]])}"
+
+
+def isolate_zone(scene: Scene, target: int) -> str:
+    """One zone gets no answers from any server."""
+    zone = ZONES[target % 2]
+    return f"zone {zone} {_cut([proxies for (of, _), proxies in _place(scene).of_zone.items() if of == zone])}"
+
+
+def _cut(cut: Sequence[Proxies]) -> str:
+    before = sum(each.swallowed for each in cut)
+    for each in cut:
+        each.black_hole("replies")
+    try:
+        time.sleep(AWAY)
+    finally:
+        for each in cut:
+            each.black_hole(None)
+    return f"for {AWAY:g} s, {sum(each.swallowed for each in cut) - before} bytes"
+
+
+def heal(scene: Scene) -> None:
+    """Bring every node back, after `Scene.heal`."""
+    servers = _cluster(scene)
+    with _nodes:
+        servers.rabbitmq.mend(READY_WITHIN)
+    for server in servers.redis.servers:
+        server.start()
+    with scene.restarting:
+        if not servers.postgres.is_whole:
+            servers.postgres.rebuild()
+
+
+FAULTS: dict[str, Callable[[Scene, int], str]] = {
+    each.__name__: each
+    for each in (
+        kill_leader,
+        kill_majority,
+        pause_node,
+        resize_queue,
+        promote_standby,
+        promote_over_paused,
+        cut_replication,
+        replace_redis,
+        cut_zone,
+        isolate_zone,
+    )
+}

@@ -1,0 +1,113 @@
+"""Addresses of several servers, as they are read and checked. Nothing connects."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from celery import Celery
+
+from idempotency.application import settings_of
+from idempotency.broker.channel import brokers
+from idempotency.checks.doctor import check_configuration
+from idempotency.checks.findings import Level
+from idempotency.checks.tls import PLAIN, check_tls
+from idempotency.errors import SettingsError
+from idempotency.setting_values import database_hosts
+from idempotency.settings import Settings
+
+DATABASE = "postgresql+psycopg://shop:hush@/shop"
+
+
+def configured(**conf: Any) -> Celery:
+    app = Celery("shop", set_as_current=False)
+    app.conf.update({"broker_url": "amqp://127.0.0.1", "idempotency_database_url": f"{DATABASE}?host=127.0.0.1"} | conf)
+    return app
+
+
+@pytest.mark.parametrize(
+    ("address", "hosts"),
+    [
+        (f"{DATABASE}?host=one:5432&host=two:5433", [("one", 5432), ("two", 5433)]),
+        (f"{DATABASE}?host=one,two&port=5432,5433", [("one", 5432), ("two", 5433)]),
+        ("postgresql+psycopg://shop:hush@one,two/shop", [("one", 5432), ("two", 5432)]),
+        ("postgresql+psycopg://shop:hush@one:6432/shop", [("one", 6432)]),
+        (DATABASE, [(None, 5432)]),
+    ],
+)
+def test_the_hosts_of_an_address_are_found(address: str, hosts: list[tuple[str | None, int]]) -> None:
+    assert database_hosts(address) == hosts
+
+
+def test_an_address_as_libpq_has_it_is_refused_with_the_right_one() -> None:
+    with pytest.raises(SettingsError, match="several hosts go behind the name: /shop") as error:
+        Settings.read({"database_url": "postgresql+psycopg://shop:hush@one:5432,two:5432/shop"})
+    assert "hush" not in str(error.value)
+
+
+def test_hosts_with_too_few_ports_are_no_address() -> None:
+    with pytest.raises(SettingsError, match="not an address"):
+        Settings.read({"database_url": f"{DATABASE}?host=one,two&port=6432"})
+
+
+@pytest.mark.parametrize("target", ["", "&target_session_attrs=any", "&target_session_attrs=prefer-standby"])
+def test_several_hosts_need_a_primary(target: str) -> None:
+    app = configured(idempotency_database_url=f"{DATABASE}?host=127.0.0.1:1&host=127.0.0.1:2{target}")
+    refused = [each for each in check_configuration(app, settings_of(app)) if each.subject == "database hosts"]
+    assert [each.level for each in refused] == [Level.REFUSAL]
+    assert "need read-write" in str(refused[0])
+
+
+def test_what_the_environment_says_of_the_target_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PGTARGETSESSIONATTRS", "read-write")
+    app = configured(idempotency_database_url=f"{DATABASE}?host=127.0.0.1:1&host=127.0.0.1:2")
+    assert not [each for each in check_configuration(app, settings_of(app)) if each.subject == "database hosts"]
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        f"{DATABASE}?host=127.0.0.1:1&host=127.0.0.1:2&target_session_attrs=read-write",
+        f"{DATABASE}?host=127.0.0.1:1&host=127.0.0.1:2&target_session_attrs=primary",
+        f"{DATABASE}?host=127.0.0.1:1",
+        f"{DATABASE}?host=/run/postgresql",
+    ],
+)
+def test_a_single_host_or_a_primary_of_several_is_accepted(address: str) -> None:
+    app = configured(idempotency_database_url=address)
+    assert not [each for each in check_configuration(app, settings_of(app)) if each.subject == "database hosts"]
+
+
+@pytest.mark.parametrize(
+    ("address", "found"),
+    [
+        ("sentinel://:hush@127.0.0.1:26379,127.0.0.1:26380/hints", "not needed, on this machine"),
+        ("sentinel://:hush@127.0.0.1:26379,s2.example:26379/hints", PLAIN),
+        ("sentinels://:hush@s1.example:26379,s2.example:26379/hints", "verified, with the host's name"),
+    ],
+)
+def test_each_sentinel_off_this_machine_needs_tls(address: str, found: str) -> None:
+    app = configured(idempotency_redis_url=address)
+    checked = {each.subject: each for each in check_tls(app, settings_of(app))}
+    assert checked["idempotency_redis_url TLS"].found == found
+    assert "hush" not in str(checked)
+
+
+def test_an_address_of_sentinels_names_their_ports_and_the_primary() -> None:
+    with pytest.raises(SettingsError, match="must be sentinel://") as error:
+        Settings.read({"database_url": DATABASE, "redis_url": "sentinel://:hush@s1.example"})
+    assert "hush" not in str(error.value)
+
+
+@pytest.mark.parametrize("as_list", [False, True])
+def test_each_broker_off_this_machine_needs_tls(as_list: bool) -> None:
+    urls = ["amqp://shop:hush@127.0.0.1", "amqp://shop:hush@mq.example"]
+    app = configured(broker_url=urls if as_list else ";".join(urls))
+    assert brokers(app.connection_for_write) == urls
+    checked = {each.subject: each for each in check_tls(app, settings_of(app))}
+    assert checked["broker_url TLS"].found == PLAIN
+    assert "hush" not in str(checked)
+
+
+def test_one_broker_is_the_one_that_the_application_names() -> None:
+    assert brokers(configured().connection_for_write) == [None]
