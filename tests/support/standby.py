@@ -22,17 +22,17 @@ class Standby(Postgres):
 
     def stop_replaying(self) -> None:
         """Receive the log, and replay it no more."""
-        self._run("SELECT pg_wal_replay_pause()")
+        self._execute("SELECT pg_wal_replay_pause()")
 
     def replay(self) -> None:
-        self._run("SELECT pg_wal_replay_resume()")
+        self._execute("SELECT pg_wal_replay_resume()")
 
-    def _run(self, statement: str) -> None:
+    def _execute(self, statement: str) -> None:
         with psycopg.connect(_plain(self.superuser_url()), connect_timeout=2, autocommit=True) as connection:
             connection.execute(statement)
 
     def _check(self) -> None:
-        self._run("SELECT 1")
+        self._execute("SELECT 1")
 
     def _create_cluster(self, data: Path) -> None:
         source = _plain(self._primary.superuser_url())
