@@ -60,8 +60,8 @@ class Status(StrEnum):
 
 class By(StrEnum):
     SERVICE = "service"
-    TYPE = "type"
-    ERROR = "error"
+    TASK = "task"
+    REASON = "reason"
     QUEUE = "queue"
     STATUS = "status"
 
@@ -77,7 +77,7 @@ LetterArgument = Annotated[int, typer.Argument(metavar="ID")]
 
 @letters.command("list")
 def list_letters(
-    by: Annotated[list[By] | None, typer.Option(help="Count by this, e.g. --by service --by type --by error.")] = None,
+    by: Annotated[list[By] | None, typer.Option(help="Count by this, e.g. --by service --by task --by reason.")] = None,
     status: Status = Status.OPEN,
     task: TaskOption = None,
     error: ErrorOption = None,

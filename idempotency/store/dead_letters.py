@@ -36,12 +36,12 @@ BULK_LIMIT = 10_000
 
 GROUPS = {
     "service": "coalesce(consumer_service, '-')",
-    "type": "coalesce(task, header_task, '-')",
-    "error": "reason",
+    "task": "coalesce(task, header_task, '-')",
+    "reason": "reason",
     "queue": "coalesce(queue, '-')",
     "status": "status",
 }
-Group = Literal["service", "type", "error", "queue", "status"]
+Group = Literal["service", "task", "reason", "queue", "status"]
 
 _FILTER = """
     (%(status)s::text IS NULL OR status = %(status)s)
@@ -194,7 +194,7 @@ def list_letters(
 def group_letters(
     connection: Connection, selection: Selection, by: Sequence[Group], *, limit: int = 1000
 ) -> Sequence[Row[Any]]:
-    """Count dead letters per service, type, error, queue or status, the most first."""
+    """Count dead letters per service, task, reason, queue or status, the most first."""
     columns = ", ".join(f'{GROUPS[group]} AS "{group}"' for group in by)
     only = ", ".join(str(position) for position, _ in enumerate(by, start=1))
     query = _GROUPED.format(columns=columns, columns_only=only, filter=_FILTER)

@@ -133,7 +133,7 @@ def _notices(app: Celery, connection: Connection, found: News, settings: Setting
         stake = at_stake(app, stored.payloads(connection, letters[:COUNTED]))
         yield Notice(reason, owner, count, look, letters[:NAMED], stake)
     for owner, count in found.crowded.items():
-        yield Notice(OPEN, owner, count, f"{command} dead-letters list --by error --by type")
+        yield Notice(OPEN, owner, count, f"{command} dead-letters list --by reason --by task")
     if found.stuck:
         fields = {"queues": list(found.stuck_in), "queue": ",".join(found.stuck_in)}
         yield Notice(OUTBOX_STUCK, service, found.stuck, f"{command} status", fields=fields)

@@ -14,7 +14,7 @@ from tests.support.vault import app, keep
 
 HOW = ("succeeds", "unique", "check", "data", "own engine", "psycopg", "wrapped", "permanent")
 COMMANDS = (
-    "status", "status --json", "list", "list --json", "dead-letters list --json", "dead-letters list --by error",
+    "status", "status --json", "list", "list --json", "dead-letters list --json", "dead-letters list --by reason",
     "dead-letters report", "dead-letters report --mail", "dead-letters show 1", "dead-letters replay --error no_person",
     "doctor", "doctor --json", "operators list", "audit verify", "show unique", "show check --json", "recover",
 )  # fmt: skip
