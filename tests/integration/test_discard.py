@@ -382,7 +382,9 @@ def test_nobody_becomes_the_first_admin_twice(
 # ---------------------------------------------------------------- from the command line
 
 
-def test_letters_are_counted_by_service_task_and_reason(run: Callable[..., Result], failed: Callable[..., None]) -> None:
+def test_letters_are_counted_by_service_task_and_reason(
+    run: Callable[..., Result], failed: Callable[..., None]
+) -> None:
     failed("a1", "a2")
     grouped = json.loads(
         run("dead-letters", "list", "--by", "service", "--by", "task", "--by", "reason", "--json").stdout
