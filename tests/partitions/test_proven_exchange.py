@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from celery import Celery
 from sqlalchemy import Connection, create_engine, make_url
-from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import DBAPIError, OperationalError
 from sqlalchemy.pool import NullPool
 
-from idempotency.store import roles
+from idempotency.store import partitioning, roles
 from idempotency.store.rights import APPLICATION
 from tests.partitions.test_conversion import connection as connection
 from tests.support import operations as op
@@ -107,6 +107,36 @@ def test_settings_of_the_table_do_not_reach_what_is_made(plain: str, connection:
     put_into_partitions(plain)
     options = "SELECT DISTINCT coalesce(reloptions::text, '') FROM pg_inherits JOIN pg_class c ON c.oid = inhrelid WHERE inhparent = 'idempotency.records'::regclass AND relname <> 'records_before'"
     assert list(connection.exec_driver_sql(options).scalars()) == [""]
+
+
+def test_a_check_of_the_table_is_of_the_first_partition_alone(plain: str, connection: Connection) -> None:
+    connection.exec_driver_sql(
+        "ALTER TABLE idempotency.records ADD CONSTRAINT no_such_tenant CHECK (tenant <> 'closed') NOT VALID"
+    )
+    with pytest.raises(DBAPIError, match="no_such_tenant"):
+        completed(connection, new_id("closed"))
+    put_into_partitions(plain)
+    with create_engine(plain, isolation_level="AUTOCOMMIT", poolclass=NullPool).connect() as again:
+        completed(again, new_id("closed"))
+
+
+def test_the_command_fails_after_it_has_partitioned_if_somebody_reads_for_200_ms(
+    plain: str, connection: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What needs a lock waits for 2 s, and is tried again for ten minutes, the page says; `make_ahead`, the last step, is not."""
+    make_ahead = partitioning.make_ahead
+    reader = create_engine(plain, poolclass=NullPool).connect()
+
+    def while_one_reads(own: Connection) -> int:
+        reader.exec_driver_sql("SELECT count(*) FROM idempotency.records")  # a batch of a stream, say, or pg_dump
+        return make_ahead(own)
+
+    monkeypatch.setattr(partitioning, "make_ahead", while_one_reads)
+    with pytest.raises(OperationalError, match="lock timeout"):
+        put_into_partitions(plain)
+    reader.close()
+    partitioned = "SELECT relkind = 'p' FROM pg_class WHERE oid = 'idempotency.records'::regclass"
+    assert connection.exec_driver_sql(partitioned).scalar_one()
 
 
 def test_beside_an_index_that_is_not_valid_the_exchange_builds_it_anew_while_all_wait(
