@@ -17,6 +17,7 @@ from idempotency.application import settings_of
 from idempotency.checks.postgres import check_database
 from idempotency.store import batches, partitions, periods, waking
 from idempotency.store.migrations.partitioning import DEFAULT, PARTITIONS
+from idempotency.upkeep import maintenance
 from idempotency.wire.delivery import Delivery
 from tests.partitions.test_claims import found, partition_of
 from tests.partitions.test_upkeep import REFUSED, drop_all_but_default
@@ -153,3 +154,61 @@ def test_a_large_batch_of_a_stream_stops_all_claims_until_it_commits(engine: Eng
                 waited += 1
         print(f"claims that wait, of 50: {waited}")
         assert waited >= 40
+
+
+RAISING = """
+CREATE OR REPLACE FUNCTION {partitions}.make(of_partition text, begins timestamptz, ends timestamptz) RETURNS boolean
+LANGUAGE plpgsql AS $$ BEGIN RAISE EXCEPTION 'could not extend file: No space left on device' USING ERRCODE = '53100'; END $$
+"""
+
+
+def settled_row(connection: Connection) -> None:
+    connection.exec_driver_sql(
+        "INSERT INTO idempotency.outbox (message_id, tenant, task, key, fingerprint, message, queue, origin, status, published_at, settled_at, service) "
+        "VALUES ('m', 'default', 't', 'k', 'v1:x', '{}', '', 'enqueue', 'published', '2001-01-01', '2001-01-01', 'bank')"
+    )
+
+
+def test_with_a_full_disk_what_would_make_room_is_not_dropped(bank: Celery, connection: Connection) -> None:
+    """The missing partition is made first; that it cannot be made ends the whole pass, each time, and with it all purging."""
+    ends = sorted(each.ends_at for each in found(connection).all if each.ends_at)
+    newest = next(each for each in found(connection).all if each.ends_at == ends[-1])
+    connection.exec_driver_sql(f"DROP TABLE {PARTITIONS}.{newest.name}")
+    past_its_time(connection)
+    into_the_past(connection)
+    settled_row(connection)
+    connection.exec_driver_sql(RAISING.format(partitions=PARTITIONS))
+    for _ in range(3):
+        with pytest.raises(OperationalError, match="No space left"):
+            maintenance.purge(bank)
+    assert "records_before" in [each.name for each in found(connection).all]  # a DROP TABLE would have given it back
+    assert connection.exec_driver_sql("SELECT count(*) FROM idempotency.outbox").scalar_one() == 1
+
+
+def test_one_partition_beyond_a_limit_of_the_server_stops_all_purging(bank: Celery, connection: Connection) -> None:
+    """`temp_file_limit` (53400), or no room for locks (53200): the look at one large partition joins all of it. Class 53 is taken
+    for a server that is away, so that no other partition is dropped, and no row of anything is purged, for ever."""
+    past_its_time(connection)
+    into_the_past(connection)
+    op.age(connection, late := past_its_time(connection), expires_at=-86400 * 30)  # past all: it goes row by row
+    settled_row(connection)
+    connection.exec_driver_sql(f"""
+        ALTER FUNCTION {PARTITIONS}.survivors(text, text, interval, bigint) RENAME TO looked_at;
+        CREATE FUNCTION {PARTITIONS}.survivors(of_partition text, of_service text, horizon interval, most bigint)
+        RETURNS TABLE (tenant text, task text, key text) LANGUAGE plpgsql AS $$
+        BEGIN
+            IF of_partition = 'records_before' THEN
+                RAISE EXCEPTION 'temporary file size exceeds temp_file_limit (1048576kB)' USING ERRCODE = '53400';
+            END IF;
+            RETURN QUERY SELECT * FROM {PARTITIONS}.looked_at(of_partition, of_service, horizon, most);
+        END $$
+    """)
+    for _ in range(3):
+        with pytest.raises(OperationalError, match="temp_file_limit"):
+            maintenance.purge(bank)
+    assert op.record(connection, late) is not None
+    assert connection.exec_driver_sql("SELECT count(*) FROM idempotency.outbox").scalar_one() == 1
+    connection.exec_driver_sql(f"DROP FUNCTION {PARTITIONS}.survivors; ALTER FUNCTION {PARTITIONS}.looked_at RENAME TO survivors")
+    maintenance.purge(bank)  # the control
+    assert op.record(connection, late) is None
+    assert connection.exec_driver_sql("SELECT count(*) FROM idempotency.outbox").scalar_one() == 0
