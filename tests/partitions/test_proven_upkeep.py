@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from dataclasses import replace
 from datetime import timedelta
@@ -212,3 +213,44 @@ def test_one_partition_beyond_a_limit_of_the_server_stops_all_purging(bank: Cele
     maintenance.purge(bank)  # the control
     assert op.record(connection, late) is None
     assert connection.exec_driver_sql("SELECT count(*) FROM idempotency.outbox").scalar_one() == 0
+
+
+def test_each_partition_that_cannot_go_stops_all_claims_in_each_pass(engine: Engine, connection: Connection) -> None:
+    """Beside a dump, a report or batches of streams: every overdue one is tried in every pass, with all claims waiting for 200 ms
+    behind each try, and nothing is tried less often. Thirty of them: six seconds of each minute, of each relay."""
+    for day in range(1, 31):
+        connection.exec_driver_sql(
+            f"CREATE TABLE {PARTITIONS}.records_old{day} (LIKE idempotency.records INCLUDING DEFAULTS)"
+        )
+    present = next(each for each in found(connection).all if each.begins_at and each.begins_at.year == 2000)
+    connection.exec_driver_sql(f"DROP TABLE {PARTITIONS}.{present.name}")  # it is empty, and goes back to 2000
+    for day in range(1, 31):
+        connection.exec_driver_sql(
+            f"ALTER TABLE idempotency.records ATTACH PARTITION {PARTITIONS}.records_old{day} "
+            f"FOR VALUES FROM ('2020-01-{day:02} 00:00+00') TO ('2020-01-{day:02} 23:00+00')"
+        )
+    stop, waited = threading.Event(), []
+
+    def claim() -> None:
+        with engine.connect() as own:
+            while not stop.is_set():
+                began = time.monotonic()
+                op.claim(own, new_id())
+                waited.append(time.monotonic() - began)
+
+    with create_engine(engine.url, poolclass=NullPool).connect() as reader:
+        reader.exec_driver_sql("SELECT count(*) FROM idempotency.records")
+        for _ in range(2):  # the second pass as the first
+            waited.clear()
+            stop.clear()
+            claiming = threading.Thread(target=claim)
+            claiming.start()
+            began = time.monotonic()
+            partitions.keep_up(connection, op.SERVICE, retention=3600.0, horizon=60.0, limit=1000)
+            took = time.monotonic() - began
+            stop.set()
+            claiming.join()
+            stalled = sum(each for each in waited if each > 0.1)
+            print(f"\npass {took:.1f} s, claims stalled for {stalled:.1f} s of it, {sum(each > 0.1 for each in waited)} of {len(waited)} claims")
+            assert stalled > 4
+            assert sum("old" in each.name for each in found(connection).all) == 30
