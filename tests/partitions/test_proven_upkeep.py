@@ -254,3 +254,23 @@ def test_each_partition_that_cannot_go_stops_all_claims_in_each_pass(engine: Eng
             print(f"\npass {took:.1f} s, claims stalled for {stalled:.1f} s of it, {sum(each > 0.1 for each in waited)} of {len(waited)} claims")
             assert stalled > 4
             assert sum("old" in each.name for each in found(connection).all) == 30
+
+
+def test_a_consumer_that_is_frozen_before_its_commit_stops_claims_of_strangers_for_half_a_lease(engine: Engine) -> None:
+    """On a plain table only who wants one of its keys waits. Here one in five new keys of anybody, with a batch of 1,000."""
+    frozen = create_engine(engine.url, poolclass=NullPool).connect()  # SIGSTOP: its transaction is open, and idle
+    keys = new(1000)
+    batches.complete_new(
+        frozen, keys, ["1"] * len(keys), service=op.SERVICE, holder=op.HOLDER, retention=3600.0, lease=6.0
+    )
+    waited = []
+    with engine.connect() as stranger:
+        for _ in range(60):
+            began = time.monotonic()
+            op.claim(stranger, new_id("another", "another.task"))
+            waited.append(time.monotonic() - began)
+            if waited[-1] > 1:
+                break
+    print(f"\nthe {len(waited)}th claim waited {waited[-1]:.1f} s")
+    assert waited[-1] > 2  # until the server disconnects it: half a lease, 30 s by default
+    frozen.invalidate()
