@@ -73,7 +73,9 @@ def test_rights_on_columns_are_lost(plain: str, connection: Connection) -> None:
         put_into_partitions(plain)
         assert not connection.exec_driver_sql(may).scalar_one()
     finally:
-        connection.exec_driver_sql("REVOKE ALL ON ALL TABLES IN SCHEMA idempotency, idempotency_partitions FROM break_dashboard")
+        connection.exec_driver_sql(
+            "REVOKE ALL ON ALL TABLES IN SCHEMA idempotency, idempotency_partitions FROM break_dashboard"
+        )
         connection.exec_driver_sql(
             "REVOKE SELECT (tenant, task, status) ON idempotency_partitions.records_before FROM break_dashboard"
         )
@@ -154,9 +156,7 @@ def test_beside_an_index_that_is_not_valid_the_exchange_builds_it_anew_while_all
     assert tuple(connection.exec_driver_sql(same).one()) == (2, 1)
 
 
-def test_the_application_changes_what_has_ended_once_it_names_another_place(
-    plain: str, connection: Connection
-) -> None:
+def test_the_application_changes_what_has_ended_once_it_names_another_place(plain: str, connection: Connection) -> None:
     """`keep_ended` is AFTER UPDATE. An UPDATE across partitions is a DELETE and an INSERT, for which it does not fire."""
     owner = create_engine(plain, poolclass=NullPool)
     roles.create(owner, PASSWORDS)
@@ -173,9 +173,7 @@ def test_the_application_changes_what_has_ended_once_it_names_another_place(
                     expires_at = NULL, token = NULL, locked_by = NULL, available_at = clock_timestamp() {place} WHERE key = %(key)s"""
             with pytest.raises(DBAPIError, match="the application changes nothing that has ended"):
                 application.exec_driver_sql(again.format(place=""), {"key": id.key})
-            application.exec_driver_sql(
-                again.format(place=", placed_at = clock_timestamp()"), {"key": id.key}
-            )
+            application.exec_driver_sql(again.format(place=", placed_at = clock_timestamp()"), {"key": id.key})
             assert op.claim(application, id).attempts == 2  # type: ignore[union-attr]  # it runs a second time
 
 
@@ -204,7 +202,9 @@ def dumped(url: str, *options: str) -> tuple[int, str, str]:
     parts = make_url(url)
     environment = os.environ | {"PGPASSWORD": parts.password or ""}
     place = ["-h", parts.host or "", "-p", str(parts.port), "-U", parts.username or "", parts.database or ""]
-    done = subprocess.run([str(programs() / "pg_dump"), *options, *place], env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [str(programs() / "pg_dump"), *options, *place], env=environment, capture_output=True, text=True, check=False
+    )
     return done.returncode, done.stdout, done.stderr
 
 

@@ -47,7 +47,9 @@ class Counted(Handler):
 def runs_beside_another_process(streaming: Streaming, monkeypatch: pytest.MonkeyPatch) -> int:
     """How often bodies of 1,000 events are entered, beside one that commits batches of 100 other keys of its own."""
     runs.clear()
-    monkeypatch.setattr(streaming, "handler", lambda **options: Counted(streaming.broker.source(start="earliest"), options=options))
+    monkeypatch.setattr(
+        streaming, "handler", lambda **options: Counted(streaming.broker.source(start="earliest"), options=options)
+    )
     stop = threading.Event()
 
     def beside() -> None:
@@ -109,7 +111,15 @@ def test_beside_streams_no_partition_is_made_or_dropped(make_streaming: Make, mo
         streaming.broker.publish_many(3 * 700)
         for _ in range(3):
             streaming.start(Slow(streaming.broker.source(start="earliest")))
-        eventually(lambda: all(each is not None for each in streaming.owners().values()) and len(streaming.owners()) == 3 and len(set(streaming.owners().values())) == 3, timeout=20.0, what="three owners")
+        eventually(
+            lambda: (
+                all(each is not None for each in streaming.owners().values())
+                and len(streaming.owners()) == 3
+                and len(set(streaming.owners().values())) == 3
+            ),
+            timeout=20.0,
+            what="three owners",
+        )
         outcomes = []
         for _ in range(10):
             partitions._waiting.clear()

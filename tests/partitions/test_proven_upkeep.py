@@ -120,7 +120,13 @@ def new(many: int) -> list[Delivery]:
 
 def complete_new(connection: Connection, deliveries: list[Delivery]) -> set[str]:
     return batches.complete_new(
-        connection, deliveries, ["1"] * len(deliveries), service=op.SERVICE, holder=op.HOLDER, retention=3600.0, lease=60.0
+        connection,
+        deliveries,
+        ["1"] * len(deliveries),
+        service=op.SERVICE,
+        holder=op.HOLDER,
+        retention=3600.0,
+        lease=60.0,
     )
 
 
@@ -209,7 +215,9 @@ def test_one_partition_beyond_a_limit_of_the_server_stops_all_purging(bank: Cele
             maintenance.purge(bank)
     assert op.record(connection, late) is not None
     assert connection.exec_driver_sql("SELECT count(*) FROM idempotency.outbox").scalar_one() == 1
-    connection.exec_driver_sql(f"DROP FUNCTION {PARTITIONS}.survivors; ALTER FUNCTION {PARTITIONS}.looked_at RENAME TO survivors")
+    connection.exec_driver_sql(
+        f"DROP FUNCTION {PARTITIONS}.survivors; ALTER FUNCTION {PARTITIONS}.looked_at RENAME TO survivors"
+    )
     maintenance.purge(bank)  # the control
     assert op.record(connection, late) is None
     assert connection.exec_driver_sql("SELECT count(*) FROM idempotency.outbox").scalar_one() == 0
@@ -251,7 +259,9 @@ def test_each_partition_that_cannot_go_stops_all_claims_in_each_pass(engine: Eng
             stop.set()
             claiming.join()
             stalled = sum(each for each in waited if each > 0.1)
-            print(f"\npass {took:.1f} s, claims stalled for {stalled:.1f} s of it, {sum(each > 0.1 for each in waited)} of {len(waited)} claims")
+            print(
+                f"\npass {took:.1f} s, claims stalled for {stalled:.1f} s of it, {sum(each > 0.1 for each in waited)} of {len(waited)} claims"
+            )
             assert stalled > 4
             assert sum("old" in each.name for each in found(connection).all) == 30
 
