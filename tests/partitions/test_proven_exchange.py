@@ -14,7 +14,7 @@ from sqlalchemy.exc import DBAPIError, OperationalError
 from sqlalchemy.pool import NullPool
 
 from idempotency.store import partitioning, roles
-from idempotency.store.rights import APPLICATION
+from idempotency.store.rights import APPLICATION, READ_ONLY
 from tests.partitions.test_conversion import connection as connection
 from tests.support import operations as op
 from tests.support.operations import completed, new_id
@@ -246,3 +246,43 @@ def test_control_a_whole_dump_is_restored(plain: str, connection: Connection, em
         bounds = {"retention": 3600.0, "horizon": 60.0, "limit": 1000}
         partitions.keep_up(there, op.SERVICE, **bounds)  # type: ignore[arg-type]
         assert len(found(there).all) >= 5
+
+
+@pytest.mark.parametrize("walled", [True, False])
+def test_policies_of_the_database_s_own_are_lost_and_with_them_row_level_security(
+    plain: str, connection: Connection, walled: bool
+) -> None:
+    """Only the library's own policies are made again, and only where row-level security is FORCEd."""
+    owner = create_engine(plain, poolclass=NullPool)
+    if walled:
+        roles.create(owner, PASSWORDS)
+    role = READ_ONLY if walled else "break_reader"
+    connection.exec_driver_sql(
+        "DO $$ BEGIN CREATE ROLE break_reader; EXCEPTION WHEN duplicate_object THEN NULL; END $$; "
+        "GRANT break_reader TO CURRENT_USER; GRANT USAGE ON SCHEMA idempotency TO break_reader"
+    )
+    kept, hidden = completed(connection, new_id("mine")), completed(connection, new_id("theirs"))
+    connection.exec_driver_sql(f"""
+        GRANT SELECT ON idempotency.records TO {role};
+        ALTER TABLE idempotency.records ENABLE ROW LEVEL SECURITY;
+        {"" if walled else f"CREATE POLICY may_read ON idempotency.records FOR SELECT TO {role} USING (true);"}
+        CREATE POLICY no_other ON idempotency.records AS RESTRICTIVE FOR SELECT TO {role} USING (tenant = 'mine')
+    """)
+
+    def seen() -> list[str]:
+        if walled:
+            with create_engine(url_of(READ_ONLY, plain), poolclass=NullPool).connect() as reader:
+                return list(reader.exec_driver_sql("SELECT tenant FROM idempotency.records ORDER BY 1").scalars())
+        with create_engine(plain, poolclass=NullPool).connect() as reader:
+            reader.exec_driver_sql("SET ROLE break_reader")
+            return list(reader.exec_driver_sql("SELECT tenant FROM idempotency.records ORDER BY 1").scalars())
+
+    try:
+        assert seen() == ["mine"]
+        put_into_partitions(plain)
+        assert seen() == ["mine", "theirs"]
+        assert kept.fence < hidden.fence
+    finally:
+        connection.exec_driver_sql(
+            "DROP SCHEMA idempotency CASCADE; DROP SCHEMA IF EXISTS idempotency_partitions CASCADE; DROP ROLE break_reader"
+        )
