@@ -32,9 +32,9 @@ def test_an_upgrade_of_code_and_schema_alone_loses_wakes_and_the_doctor_is_conte
 ) -> None:
     connection.exec_driver_sql(old_functions().replace("%", "%%"))
     schema.migrate(engine)  # what a deploy runs
-    assert [f"{each.level} {each.found}" for each in check_database(settings_of(bank)) if "partitions" in each.subject] == [
-        "ok 6, by day"
-    ]
+    assert [
+        f"{each.level} {each.found}" for each in check_database(settings_of(bank)) if "partitions" in each.subject
+    ] == ["ok 6, by day"]
     id = early(connection).id  # for ten minutes
 
     def wake() -> None:
