@@ -43,7 +43,9 @@ FROM pg_class c JOIN records r ON r.oid = c.oid WHERE c.relreplident <> 'd'
 UNION ALL
 -- bound by number: publications, materialized views, functions of standard SQL, policies of other tables, statistics, sequences,
 -- tables that inherit, whatever has the type of its rows
-SELECT DISTINCT pg_describe_object(d.classid, d.objid, 0), '{_AGAIN}' FROM pg_depend d, records r
+SELECT DISTINCT pg_describe_object(
+           CASE WHEN w.oid IS NULL THEN d.classid ELSE 'pg_class'::regclass END, coalesce(w.ev_class, d.objid), 0), '{_AGAIN}'
+FROM pg_depend d LEFT JOIN pg_rewrite w ON d.classid = 'pg_rewrite'::regclass AND w.oid = d.objid, records r
 WHERE (d.refclassid = 'pg_class'::regclass AND d.refobjid = r.oid OR d.refclassid = 'pg_type'::regclass AND d.refobjid IN (
         r.reltype, (SELECT t.typarray FROM pg_type t WHERE t.oid = r.reltype)))
   AND NOT (d.deptype = 'i' AND d.classid IN ('pg_class'::regclass, 'pg_type'::regclass))
@@ -56,9 +58,8 @@ WHERE (d.refclassid = 'pg_class'::regclass AND d.refobjid = r.oid OR d.refclassi
       WHEN 'pg_policy'::regclass THEN EXISTS (SELECT FROM pg_policy p WHERE p.oid = d.objid AND p.polrelid <> r.oid)
       WHEN 'pg_constraint'::regclass THEN EXISTS (
           SELECT FROM pg_constraint n WHERE n.oid = d.objid AND n.conrelid <> r.oid AND n.contype <> 'f')
-      WHEN 'pg_rewrite'::regclass THEN EXISTS (
-          SELECT FROM pg_rewrite w JOIN pg_class v ON v.oid = w.ev_class
-          WHERE w.oid = d.objid AND v.oid <> r.oid AND v.relkind <> 'v')
+      WHEN 'pg_rewrite'::regclass THEN w.ev_class <> r.oid AND NOT EXISTS (
+          SELECT FROM pg_class v WHERE v.oid = w.ev_class AND v.relkind = 'v')
       ELSE true END
 ORDER BY 1
 """
