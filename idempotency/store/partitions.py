@@ -200,7 +200,7 @@ def _note_lock(connection: Connection, error: DBAPIError) -> None:
 
 def _is_passed_over(error: DBAPIError) -> bool:
     """Whether to go on with the other partitions, and with the rest of the purge."""
-    return is_row_error(error) or not error.connection_invalidated and _state(error) in TOO_MUCH
+    return is_row_error(error) or (not error.connection_invalidated and _state(error) in TOO_MUCH)
 
 
 def _is_over_soon(error: DBAPIError) -> bool:
