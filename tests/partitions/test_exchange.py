@@ -252,7 +252,7 @@ def test_the_command_ends_well_if_somebody_reads_in_the_end(
     """Its last step, making partitions ahead, is upkeep's too."""
     monkeypatch.setattr(partitioning, "TRIES", 2)
     monkeypatch.setattr(partitioning, "LOCK_PAUSE", 0.1)
-    make_ahead = partitioning.make_ahead
+    make_ahead = partitions.make_ahead
     with create_engine(plain, poolclass=NullPool).connect() as reader:
 
         def while_one_reads(own: Connection) -> int:

@@ -18,7 +18,7 @@ from idempotency.checks.partitions import AT_ONCE, LOCKS
 from idempotency.checks.postgres import check_database
 from idempotency.operate.cancel import cancel
 from idempotency.operate.change import read
-from idempotency.store import batches
+from idempotency.store import batches, statements
 from idempotency.store.answers import Busy, Claimed
 from idempotency.store.inserting import KEYS_AT_ONCE
 from idempotency.wire.delivery import Delivery
@@ -137,7 +137,7 @@ def test_a_transaction_locks_few_keys_however_many_are_claimed(engine: Engine) -
         assert batches.most_together(own, 10_000) == KEYS_AT_ONCE
         assert batches.most_together(own, 3) == 3
         most = []
-        execute = batches.execute
+        execute = statements.execute
 
         def counted(connection: Connection, *args: Any) -> Any:
             connection.exec_driver_sql("BEGIN")

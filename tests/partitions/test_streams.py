@@ -32,7 +32,7 @@ from tests.support.streaming import Handler, Streaming, deposit
 MANY = 500
 OF_RECORDS = """
 SELECT count(*) FROM pg_locks l JOIN pg_class c ON c.oid = l.relation
-WHERE l.pid = pg_backend_pid() AND (c.relname = 'records' OR c.relnamespace = 'idempotency_partitions'::regnamespace)
+WHERE l.pid = pg_backend_pid() AND (c.relname = 'records' OR c.relnamespace = to_regnamespace('idempotency_partitions'))
 """
 runs: list[int] = []
 
