@@ -104,7 +104,7 @@ def partition(engine: Engine, width: str) -> None:
 
     Safe to call again, also after an interruption, and beside running processes: all wait for at most `schema.LOCK_TIMEOUT` seconds
     at a time, and go on with partitions on new connections. There is no way back. Raises `SettingsError` for another width, and
-    what `schema.migrate` raises.
+    for what the table has that would be lost, which it names; and what `schema.migrate` raises.
     """
     require_width(width)
     exclusively(engine, _prepare)

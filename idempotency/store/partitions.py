@@ -187,13 +187,13 @@ def _note(connection: Connection, name: str, error: DBAPIError) -> None:
     """Go on without a partition that cannot be emptied or dropped now. Raises what is about more than this partition."""
     if not _is_passed_over(error):
         raise error
-    _note_lock(connection, error)
     if not _is_over_soon(error):
         log.error("partition_stays", partition=name, error=describe(error))
         left_alone.leave(connection, name)
 
 
 def _note_lock(connection: Connection, error: DBAPIError) -> None:
+    """Try for no lock of the whole table for a while, if this one was not there in time."""
     if _state(error) == NO_LOCK:
         left_alone.leave_all(connection)
 
@@ -230,7 +230,11 @@ def _drop(connection: Connection, each: Partition, service: str, horizon: float,
     if any(_keys(connection, each.name, function, service, horizon, 1) for function in ("survivors", "laden")):
         return deleted, deleted
     seen = {"row": max(newest.row - OLDER, 0), "letter": max(newest.letter - OLDER, 0)}
-    gone = connection.exec_driver_sql(_REMOVE, bounds | seen).scalar_one()
+    try:
+        gone = connection.exec_driver_sql(_REMOVE, bounds | seen).scalar_one()
+    except DBAPIError as error:
+        _note_lock(connection, error)
+        raise
     if gone is None:
         return deleted, deleted
     left_alone.locked(connection)

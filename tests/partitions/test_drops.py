@@ -135,7 +135,7 @@ def test_a_process_cut_off_before_the_drop_loses_and_doubles_nothing(
     gone = [past_its_time(connection) for _ in range(3)]
     deliver_again(connection, gone[0], **PUBLISHED)
     into_the_past(connection)
-    monkeypatch.setattr(partitions, "BATCH", 1)
+    monkeypatch.setattr(partitions, "KEYS_AT_ONCE", 1)
     batches = iter(range(10))
 
     def cut_off() -> None:

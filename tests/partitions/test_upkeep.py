@@ -26,7 +26,7 @@ from tests.support import operations as op
 from tests.support.operations import completed, new_id, record
 from tests.support.partitions import into_the_past, put_into_partitions
 from tests.support.processes import eventually
-from tests.support.purging import past_its_time
+from tests.support.purging import PUBLISHED, deliver_again, past_its_time
 
 BOUNDS: Any = {"retention": 3600.0, "horizon": 60.0, "limit": 1000}
 
@@ -207,6 +207,20 @@ def test_beside_one_who_reads_claims_wait_once_and_then_not_for_a_while(
     left_alone.forget()
     assert tries() == 30
     assert not any(each.name in old for each in found(connection).all)
+
+
+def test_a_row_that_somebody_has_locked_keeps_its_partition_and_no_other(
+    engine: Engine, connection: Connection
+) -> None:
+    gone = past_its_time(connection)
+    deliver_again(connection, gone, **PUBLISHED)
+    into_the_past(connection)
+    with create_engine(engine.url, poolclass=NullPool).connect() as relay:
+        relay.exec_driver_sql("SELECT FROM idempotency.outbox FOR UPDATE")
+        assert partitions.drop_past(connection, found(connection), op.SERVICE, **BOUNDS) == (0, False)
+        assert not left_alone.is_left(connection)
+        assert record(connection, gone) is not None
+    assert partitions.drop_past(connection, found(connection), op.SERVICE, **BOUNDS) == (1, False)
 
 
 def overdue(connection: Connection, many: int) -> set[str]:
