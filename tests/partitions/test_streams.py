@@ -69,6 +69,16 @@ def count_bodies(streaming: Streaming, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streaming, "handler", lambda **_: handler)
 
 
+def wait_for_owners(streaming: Streaming, many: int) -> None:
+    """Wait until so many processes have the partitions, one each."""
+
+    def have_them() -> bool:
+        owners = streaming.owners().values()
+        return len({each for each in owners if each is not None}) == many == len(owners)
+
+    eventually(have_them, timeout=20.0, what=f"{many} owners")
+
+
 def committed(streaming: Streaming) -> list[int]:
     """How many records each commit has, by the transaction that wrote them."""
     return [row.many for row in streaming.query("SELECT count(*) AS many FROM idempotency.records GROUP BY xmin::text")]
@@ -126,11 +136,7 @@ def test_beside_streams_partitions_are_made_and_dropped(make_streaming: Make, mo
         streaming.broker.publish_many(3 * 400)
         for _ in range(3):
             streaming.start(Slow(streaming.broker.source(start="earliest")))
-        eventually(
-            lambda: len({each for each in streaming.owners().values() if each is not None}) == 3,
-            timeout=20.0,
-            what="three owners",
-        )
+        wait_for_owners(streaming, 3)
 
         def is_done() -> bool:
             left_alone.forget()
@@ -155,6 +161,7 @@ def test_streams_go_on_while_their_records_are_partitioned(make_streaming: Make,
             streaming.start(Slow(streaming.broker.source(start="earliest")))
         else:
             streaming.start_from("earliest")
+    wait_for_owners(streaming, 2)
     streaming.broker.publish_many(many)
     eventually(lambda: len(streaming.entries()) > 0, what="a first batch")
     converting = threading.Thread(target=put_into_partitions, args=(url,))
