@@ -12,6 +12,7 @@ from sqlalchemy import Engine
 from ...settings import Settings
 from ...store import partitioning, schema
 from ...store.connections import make_migrations_engine
+from ...store.inserting import IS_PARTITIONED
 from .databases import database_alias, database_url, engine_maker
 
 LABEL = "idempotency"
@@ -39,7 +40,7 @@ def migrate_unless_django_does(using: str, **_: Any) -> None:
     module, _is_explicit = MigrationLoader.migrations_module(LABEL)
     if module is None and _has_no_tables(using):
         _migrate(using, "head")
-    elif not _has_no_tables(using):
+    elif _is_partitioned(using):
         engine = _engine(using)
         partitioning.renew(engine)
         engine.dispose()
@@ -48,6 +49,14 @@ def migrate_unless_django_does(using: str, **_: Any) -> None:
 def _has_no_tables(alias: str) -> bool:
     with connections[alias].cursor() as cursor:
         return not schema.exists(cursor)
+
+
+def _is_partitioned(alias: str) -> bool:
+    if _has_no_tables(alias):
+        return False
+    with connections[alias].cursor() as cursor:
+        cursor.execute(IS_PARTITIONED)
+        return bool(cursor.fetchone()[0])
 
 
 def _migrate(alias: str, revision: str) -> None:
