@@ -8,15 +8,17 @@ from sqlalchemy import Connection
 
 from ..framework import framework
 from ..settings import Settings
-from ..store import partitions, periods
+from ..store import partitioning, partitions, periods
+from ..store.inserting import KEYS_AT_ONCE
+from ..store.migrations.partitioning import VERSION
 from ..store.periods import WIDTHS, Partitions
-from .findings import Finding, ok, warning
+from .findings import Finding, ok, refusal, warning
 
 SUBJECT = "database partitions"
 # With more, look-ups cost more than the purge saves.
 MANY = 50
 # What a statement that is planned locks of each partition, itself and its indexes, and how many are planned at once on a busy
-# server: whenever a partition is made or dropped, each connection plans anew.
+# server: whenever a partition is made or dropped, each connection plans anew. As many batches lock their keys.
 LOCKS, AT_ONCE = 16, 20
 
 _ROOM = "SELECT current_setting('max_locks_per_transaction')::int AS each, current_setting('max_connections')::int AS connections"
@@ -32,7 +34,7 @@ def check_partitions(connection: Connection, given: Settings) -> list[Finding]:
     found = periods.found(connection)
     if found is None:
         return []
-    findings = _ahead(found)
+    findings = [*_functions(connection), *_ahead(found)]
     if not found.is_told:
         advice = (
             f"run `{framework().command} migrate --partitioned` again with one; a dump without comments leaves it out"
@@ -50,8 +52,18 @@ def check_partitions(connection: Connection, given: Settings) -> list[Finding]:
     return findings or [ok(SUBJECT, f"{len(found.all)}, by {found.width}")]
 
 
+def _functions(connection: Connection) -> list[Finding]:
+    found = partitioning.functions_version(connection)
+    if found >= VERSION:
+        return []
+    advice = (
+        f"run `{framework().command} migrate`: with those of earlier code, a wake may be lost while an operation moves"
+    )
+    return [refusal(f"{SUBJECT}: functions", f"of version {found}, need {VERSION}", advice)]
+
+
 def _ahead(found: Partitions) -> list[Finding]:
-    if found.last is None or found.last <= found.now:
+    if found.last is None:
         advice = "records go to the default one; a relay's purge makes them; is one running?"
         return [warning(SUBJECT, "none for the present", advice)]
     if found.last <= found.wanted - WIDTHS[found.width]:
@@ -63,12 +75,10 @@ def _ahead(found: Partitions) -> list[Finding]:
 
 def _room(connection: Connection, many: int) -> list[Finding]:
     room = connection.exec_driver_sql(_ROOM).one()
-    needed = -(-LOCKS * AT_ONCE * many // room.connections)
+    needed = -(-AT_ONCE * (LOCKS * many + KEYS_AT_ONCE) // room.connections)
     if room.each >= needed:
         return []
-    advice = (
-        f"raise it to {needed}: with {many} partitions, plans that are made at once may find no room for their locks"
-    )
+    advice = f"raise it to {needed}: with {many} partitions, plans and batches that are made at once may find no room for their locks"
     return [warning("database max_locks_per_transaction", str(room.each), advice)]
 
 

@@ -17,7 +17,7 @@ from ..hosts import is_loopback
 from ..settings import Settings
 from ..store import rights, schema
 from ..store.connections import make_attempts_engine
-from ..store.driver import use_checked_connections
+from ..store.driver import ISO, use_checked_connections
 from ..store.home import IDENTITY
 from .clock import check_clock
 from .findings import Finding, Level, ok, refusal, warning
@@ -66,6 +66,7 @@ def _check_database(given: Settings) -> list[Finding]:
     )
     use_checked_connections(engine, patience=None, set_local="")  # with what a pooler refuses left out
     with engine.connect() as connection:
+        connection.exec_driver_sql(ISO)
         findings = [*_database(connection), *_tables(connection)]
         if any(each.subject == f"{RIGHTS_ON} schema {schema.SCHEMA}" for each in findings):
             return findings  # what follows would be refused

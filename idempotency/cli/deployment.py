@@ -63,6 +63,8 @@ def migrate(
     revision = schema.migrate(engine)
     if partitioned is not None:
         partitioning.partition(engine, partitioned)
+    else:
+        partitioning.renew(engine)
     done = roles.create(engine, role_passwords()) if with_roles else []
     if as_json:
         width = {} if partitioned is None else {"partitioned": partitioned}

@@ -11,7 +11,7 @@ from sqlalchemy import Connection
 from ..wire.delivery import Delivery
 from .answers import Claimed, Completed
 from .ends import RESPONSE_COMPLETED
-from .inserting import CONFLICT, fitting, lock_of
+from .inserting import CONFLICT, KEYS_AT_ONCE, LOCKED, fitting, is_partitioned, lock_of
 from .record import idle_ms
 from .statements import execute
 
@@ -36,12 +36,12 @@ RETURNING key, fence, token, attempts, generation, fingerprint,
     -- nothing is acknowledged because of it, as with a single claim that is new
     set_config('synchronous_commit', 'off', true)
 """
-# There the locks of keys come first. What is locked is asked about alone: a batch that waited would hold hundreds of locks
-# meanwhile, for as long as an `on_failed` takes perhaps.
+# There the locks of keys come first. What is locked is asked about alone: a batch that waited would hold its locks meanwhile, for
+# as long as an `on_failed` takes perhaps.
 _FREE = f"""
 ), free AS MATERIALIZED (
     SELECT * FROM given
-    WHERE set_config('idempotency.keys_locked', 'on', true) = 'on'
+    WHERE set_config('idempotency.keys_locked', '{LOCKED}', true) = '{LOCKED}'
       AND pg_try_advisory_xact_lock({lock_of("%(tenant)s", "%(task)s", "key")})
 )
 INSERT"""
@@ -133,8 +133,39 @@ def claim_new(
     """Claim those of these operations of one task and tenant that have no record yet. Returns the claims by key.
 
     `tokens`: one for each delivery, whose keys must differ. `lease` and `horizon`, which signed messages are not older than, in
-    seconds.
+    seconds. On a connection in AUTOCOMMIT mode, of partitions some at a time.
     """
+    many = most_together(connection, len(deliveries))
+    claims: dict[str, Claimed] = {}
+    for begin in range(0, len(deliveries), many):
+        some = slice(begin, begin + many)
+        claims |= _claim_new(
+            connection,
+            deliveries[some],
+            tokens[some],
+            service=service,
+            holder=holder,
+            lease=lease,
+            horizon=horizon,
+        )
+    return claims
+
+
+def most_together(connection: Connection, many: int) -> int:
+    """How many of so many new operations a transaction may insert: in partitions, each takes a lock until its end."""
+    return min(many, KEYS_AT_ONCE) if is_partitioned(connection) else many
+
+
+def _claim_new(
+    connection: Connection,
+    deliveries: Sequence[Delivery],
+    tokens: Sequence[str],
+    *,
+    service: str,
+    holder: str,
+    lease: float,
+    horizon: float,
+) -> dict[str, Claimed]:
     first, asked_at = deliveries[0].id, time.monotonic()
     rows = execute(
         connection,
@@ -230,8 +261,9 @@ def complete_new(
 ) -> set[str]:
     """Complete operations of one task and tenant that no one has claimed, in the bodies' transaction. Returns the keys of those.
 
-    Whoever has claimed another one's key since, or is about to commit, has it: it is not among them. `results` as text;
-    `retention` and `lease` in seconds.
+    Whoever has claimed another one's key since, or is about to commit, has it: it is not among them. At most `most_together`, and
+    last: until the commit, others wait for their keys, and upkeep for all partitions. `results` as text; `retention` and `lease`
+    in seconds.
     """
     execute(connection, _SETTINGS, {"idle_ms": idle_ms(lease)})
     rows = execute(

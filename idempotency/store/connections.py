@@ -51,6 +51,8 @@ def make_engine(
         options |= {"pool_size": settings.pool_size, "max_overflow": settings.pool_size}
     in_session = {
         "synchronous_commit": "on",
+        # as psycopg reads times; not for bodies, which would lose the order in which the database reads day and month
+        **({} if begins else {"datestyle": "ISO"}),
         # Wait no longer than a lease: a frozen holder has been evicted by then.
         "lock_timeout": max(int(settings.lease * 1000), 1),
         # which rows of dead letters and signs of life take as their default (migration 0018)

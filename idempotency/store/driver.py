@@ -27,6 +27,8 @@ SET_TENANTS = "SELECT set_config('idempotency.tenant', %(tenants)s, %(local)s)"
 # The first RESET also forgets the role of the connection's options, which the second brings back. Committed first, because a
 # transaction takes its isolation level, and whether it is read-only, from what is set when it begins.
 _BEGIN = b"BEGIN; RESET SESSION AUTHORIZATION; RESET ROLE; RESET ALL; COMMIT; BEGIN"
+# Times are read as psycopg can: with another style, it reads none that has a time zone. This keeps the order of day and month.
+ISO = "SET LOCAL datestyle = ISO"
 _SETS_ROLE = re.compile(r"\bset\b.*\b(?:role|authorization)\b|\bset_config\W+role\b", re.IGNORECASE | re.DOTALL)
 
 
@@ -107,7 +109,8 @@ class CheckedConnection(OwnedConnection):
         if self.autocommit or self.pgconn.transaction_status != TransactionStatus.IDLE:
             return  # begun when it was taken from the pool
         with self.lock:
-            self.pgconn.send_query(f"BEGIN; {self.set_local}".encode() if self.is_pooled else _BEGIN)
+            begin = f"BEGIN; {self.set_local}".encode() if self.is_pooled else _BEGIN
+            self.pgconn.send_query(begin + b"; " + ISO.encode())
             for result in self.wait(generators.execute(self.pgconn)):
                 if result.status == ExecStatus.FATAL_ERROR:
                     # as by a time-out of a millisecond that an earlier body has set: it would stay so

@@ -2,9 +2,8 @@
 
 A unique index of a partitioned table has to contain the column that it is partitioned by, so there Postgres refuses ON
 CONFLICT. A trigger, `insert_once` (`migrations/partitioning.py`), locks the key until the end of the transaction, looks into
-all partitions, and leaves the row out if its key has a record. One key at a time has a lock of its own, beside a shared one of
-4,096. Who inserts or moves many takes those alone instead: with a lock for each key, a few of them would need more locks than
-Postgres has room for. They wait for none, and leave out what is locked.
+all partitions, and leaves the row out if its key has a record. Who inserts or moves many locks their keys first, waits for none,
+and leaves out what is locked. Each lock takes room in Postgres' table of locks, so these are at most `KEYS_AT_ONCE` in a transaction.
 """
 
 from __future__ import annotations
@@ -23,13 +22,17 @@ from .statements import execute
 IS_NEW = "xmax = 0"
 CONFLICT = "ON CONFLICT (tenant, task, key)"
 
-_LOCK = (
-    "pg_catalog.hashtextextended('idempotency.records', 0) # "
-    "(pg_catalog.hashtextextended({tenant} || E'\\n' || {task} || E'\\n' || {key}, 0) & 4095)"
-)
-_KEY_LOCK = "pg_catalog.hashtextextended({tenant} || E'\\n' || {task} || E'\\n' || {key}, 1)"
+_LOCK = "pg_catalog.hashtextextended({tenant} || E'\\n' || {task} || E'\\n' || {key}, 1)"
 # One of 256, which nothing but the mover waits for: who changes a record in an application's transaction shares it.
-_MOVING_LOCK = _LOCK.replace("idempotency.records", "idempotency.moving").replace("4095", "255")
+_MOVING_LOCK = (
+    "pg_catalog.hashtextextended('idempotency.moving', 0) # "
+    "(pg_catalog.hashtextextended({tenant} || E'\\n' || {task} || E'\\n' || {key}, 0) & 255)"
+)
+# How many keys a transaction locks at most that inserts or moves many: some dozens of them fit into the table of locks as it is by
+# default (`checks/partitions.py` counts).
+KEYS_AT_ONCE = 100
+# What `idempotency.keys_locked` is set to by who has locked the keys. Code of an earlier checkout says 'on', for other locks.
+LOCKED = "each"
 
 IS_PARTITIONED = "SELECT relkind = 'p' FROM pg_catalog.pg_class WHERE oid = 'idempotency.records'::regclass"
 # The key in a connection's `info`, for connections that are not ours.
@@ -37,13 +40,8 @@ _KNOWN = "idempotency.is_partitioned"
 
 
 def lock_of(tenant: str, task: str, key: str) -> str:
-    """SQL for the number of the lock that an operation shares with others, one of 4,096; the expressions name it."""
+    """SQL for the number of an operation's own advisory lock; the expressions name it."""
     return _LOCK.format(tenant=tenant, task=task, key=key)
-
-
-def key_lock_of(tenant: str, task: str, key: str) -> str:
-    """SQL for the number of its own lock."""
-    return _KEY_LOCK.format(tenant=tenant, task=task, key=key)
 
 
 def moving_lock_of(tenant: str, task: str, key: str) -> str:

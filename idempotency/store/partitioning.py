@@ -7,29 +7,36 @@ done while it is in use; then it is exchanged for a partitioned table of its nam
 from __future__ import annotations
 
 import re
+import time
 
 from sqlalchemy import Connection, Engine
+from sqlalchemy.exc import OperationalError
 
 from ..errors import SettingsError
+from ..observe.logs import log
+from .in_the_way import objects_in_the_way
 from .inserting import IS_PARTITIONED
-from .migrations.partitioning import DEFAULT, FUNCTIONS, NO_OLDER_CODE, OTHERWISE, PARTITIONS
+from .migrations.partitioning import DEFAULT, FUNCTIONS, NO_OLDER_CODE, OTHERWISE, PARTITIONS, VERSION
 from .partitions import make_ahead
 from .periods import WIDTHS, border, name_of
 from .rights import APPLICATION
-from .roles import of_partitions, protect
-from .schema import exclusively
+from .roles import OWN_POLICIES, of_partitions, protect
+from .schema import LOCK_PAUSE, TRY_AGAIN, exclusively
+from .statements import describe
 
 # Rows of before are all of this time, by a column's constant default, which rewrites nothing.
 BEFORE, AFTER = "2000-01-01 00:00:00+00", "2000-01-02 00:00:00+00"
 # The table of before, among the partitions.
 FIRST = "records_before"
+# How often partitions are made ahead in the end, if somebody has a lock: after that upkeep does it.
+TRIES = 5
 
 _COLUMN = f"""
 ALTER TABLE idempotency.records ADD COLUMN IF NOT EXISTS placed_at timestamptz NOT NULL DEFAULT '{BEFORE}'
 """
 _NO_INDEX = "DROP INDEX CONCURRENTLY IF EXISTS idempotency.records_placed"
 _INDEX = "CREATE UNIQUE INDEX CONCURRENTLY records_placed ON idempotency.records (tenant, task, key, placed_at)"
-_HAS_CHECK = "SELECT EXISTS (SELECT FROM pg_constraint WHERE conname = '{}')"
+_HAS_CHECK = "SELECT EXISTS (SELECT FROM pg_constraint WHERE conname = '{}' AND conrelid = '{}'::regclass)"
 _CHECK = f"ALTER TABLE idempotency.records ADD CONSTRAINT placed_before CHECK (placed_at = '{BEFORE}') NOT VALID"
 _VALIDATE = "ALTER TABLE idempotency.records VALIDATE CONSTRAINT placed_before"
 
@@ -38,29 +45,51 @@ SELECT c.relname AS name, pg_get_indexdef(c.oid) AS definition FROM pg_index i J
 WHERE i.indrelid = 'idempotency.records'::regclass AND NOT i.indisprimary AND c.relname <> 'records_placed' ORDER BY 1
 """
 _TRIGGERS = """
-SELECT tgname AS name, pg_get_triggerdef(oid) AS definition, tgtype AS events FROM pg_trigger
+SELECT quote_ident(tgname) AS name, pg_get_triggerdef(oid) AS definition, tgtype AS events, tgenabled::text AS fires FROM pg_trigger
 WHERE tgrelid = 'idempotency.records'::regclass AND NOT tgisinternal ORDER BY 1
 """
 # Of pg_trigger.tgtype: before, and by which events.
 _IS_BEFORE, _BY_INSERT, _BY_DELETE = 2, 4, 8
 _VIEWS = """
-SELECT DISTINCT v.oid::regclass::text AS name, pg_get_viewdef(v.oid) AS definition
+SELECT DISTINCT v.oid::regclass::text AS name, pg_get_viewdef(v.oid) AS definition,
+       coalesce('WITH (' || array_to_string(v.reloptions, ', ') || ')', '') AS options
 FROM pg_depend d JOIN pg_rewrite w ON w.oid = d.objid JOIN pg_class v ON v.oid = w.ev_class
 WHERE d.classid = 'pg_rewrite'::regclass AND d.refobjid = 'idempotency.records'::regclass AND v.relkind = 'v'
 """
-# PUBLIC is role 0.
+# Of the table and of its columns. PUBLIC is role 0.
 _GRANTS = """
-SELECT a.privilege_type AS privilege, CASE a.grantee WHEN 0 THEN 'PUBLIC' ELSE quote_ident(pg_get_userbyid(a.grantee)) END AS role
-FROM pg_class c, aclexplode(c.relacl) a WHERE c.oid = '{table}'::regclass AND a.grantee <> c.relowner
+SELECT a.privilege_type || g.of_column AS privilege,
+       CASE a.grantee WHEN 0 THEN 'PUBLIC' ELSE quote_ident(pg_get_userbyid(a.grantee)) END AS role,
+       CASE WHEN a.is_grantable THEN ' WITH GRANT OPTION' ELSE '' END AS further
+FROM (
+    SELECT '' AS of_column, c.relacl AS rights, c.relowner AS owner FROM pg_class c WHERE c.oid = '{table}'::regclass
+    UNION ALL
+    SELECT ' (' || quote_ident(t.attname) || ')', t.attacl, c.relowner FROM pg_attribute t JOIN pg_class c ON c.oid = t.attrelid
+    WHERE c.oid = '{table}'::regclass AND t.attacl IS NOT NULL AND NOT t.attisdropped
+) g, aclexplode(g.rights) a WHERE a.grantee <> g.owner
 """
 _TABLE = """
-SELECT quote_ident(pg_get_userbyid(relowner)) AS owner, relforcerowsecurity AS is_walled
-FROM pg_class WHERE oid = 'idempotency.records'::regclass
+SELECT quote_ident(pg_get_userbyid(relowner)) AS owner, relrowsecurity AS is_secured, relforcerowsecurity AS is_forced,
+       EXISTS (SELECT FROM pg_policy WHERE polrelid = c.oid) AS has_policies,
+       coalesce(array_to_string(reloptions, ', '), '') AS options
+FROM pg_class c WHERE oid = 'idempotency.records'::regclass
 """
+# By pg_trigger.tgenabled, what says so; those that fire as ever need nothing.
+_FIRES = {"D": "DISABLE", "R": "ENABLE REPLICA", "A": "ENABLE ALWAYS"}
 _PKEY = "SELECT conname FROM pg_constraint WHERE conrelid = 'idempotency.records'::regclass AND contype = 'p'"
-_TRIGGER = f"""
+# Row triggers BEFORE an event are asked where the row is, before it goes elsewhere.
+_OWN_TRIGGERS = {
+    "insert_once": f"""
 CREATE TRIGGER insert_once BEFORE INSERT ON idempotency.records FOR EACH ROW EXECUTE FUNCTION {PARTITIONS}.insert_once()
-"""
+""",
+    "keep_place": f"""
+CREATE TRIGGER keep_place BEFORE UPDATE OF placed_at ON idempotency.records FOR EACH ROW
+    WHEN (OLD.placed_at IS DISTINCT FROM NEW.placed_at) EXECUTE FUNCTION {PARTITIONS}.keep_place()
+""",
+}
+_HAS_TRIGGER = (
+    "SELECT EXISTS (SELECT FROM pg_trigger WHERE tgname = '{}' AND tgrelid = 'idempotency.records'::regclass)"
+)
 _WIDTH = "COMMENT ON SCHEMA idempotency_partitions IS '{}'"
 
 
@@ -75,19 +104,60 @@ def partition(engine: Engine, width: str) -> None:
 
     Safe to call again, also after an interruption, and beside running processes: all wait for at most `schema.LOCK_TIMEOUT` seconds
     at a time, and go on with partitions on new connections. There is no way back. Raises `SettingsError` for another width, and
-    what `schema.migrate` raises.
+    for what the table has that would be lost, which it names; and what `schema.migrate` raises.
     """
     require_width(width)
     exclusively(engine, _prepare)
     exclusively(engine, lambda connection: _partition(connection, width))
-    with engine.begin() as connection:
-        make_ahead(connection)
+    _make_ahead(engine)
+
+
+def renew(engine: Engine) -> None:
+    """Bring the functions of partitions to this version, as `migrate` does with the tables. Nothing for a plain table, or newer ones."""
+    exclusively(engine, _renew)
+
+
+def functions_version(connection: Connection) -> int:
+    """Of which version the functions of partitions are; 1: of a checkout before they had one. Needs USAGE on their schema."""
+    has_one = connection.exec_driver_sql(_HAS_VERSION).scalar_one()
+    return int(connection.exec_driver_sql(f"SELECT {PARTITIONS}.version()").scalar_one()) if has_one else 1
+
+
+_HAS_VERSION = f"SELECT to_regprocedure('{PARTITIONS}.version()') IS NOT NULL"
+
+
+def _renew(connection: Connection) -> None:
+    connection.execution_options(isolation_level="READ COMMITTED")
+    if connection.exec_driver_sql(IS_PARTITIONED).scalar_one() and functions_version(connection) < VERSION:
+        _functions(connection, connection.exec_driver_sql(_TABLE).one().owner)
+    connection.commit()
+
+
+def _make_ahead(engine: Engine) -> None:
+    """Not `exclusively`, which upkeep waits for. The present has a partition: who holds a lock for longer stops nothing."""
+    for _ in range(TRIES):
+        try:
+            with engine.begin() as connection:
+                make_ahead(connection)
+            return
+        except OperationalError as error:
+            if getattr(error.orig, "sqlstate", None) not in TRY_AGAIN:
+                raise
+            refused = error
+        time.sleep(LOCK_PAUSE)
+    log.warning("partition_not_made", error=describe(refused))
+
+
+def _require_nothing_in_the_way(connection: Connection) -> None:
+    if found := objects_in_the_way(connection, OWN_POLICIES):
+        raise SettingsError("--partitioned: in partitions the records would lose: " + "; ".join(found))
 
 
 def _prepare(connection: Connection) -> None:
     """What takes long, and leaves the table plain."""
     if connection.exec_driver_sql(IS_PARTITIONED).scalar_one():
         return
+    _require_nothing_in_the_way(connection)
     _committed(connection, _COLUMN)
     outside = connection.execution_options(isolation_level="AUTOCOMMIT")
     try:
@@ -97,7 +167,7 @@ def _prepare(connection: Connection) -> None:
     finally:
         outside.rollback()  # nothing: each has committed by itself
         connection.execution_options(isolation_level="READ COMMITTED")
-    if not connection.exec_driver_sql(_HAS_CHECK.format("placed_before")).scalar_one():
+    if not connection.exec_driver_sql(_HAS_CHECK.format("placed_before", "idempotency.records")).scalar_one():
         connection.exec_driver_sql(_CHECK)
     connection.commit()
     _committed(connection, _VALIDATE)
@@ -116,19 +186,26 @@ def _partition(connection: Connection, width: str) -> None:
     is_new = not connection.exec_driver_sql(IS_PARTITIONED).scalar_one()
     if is_new:
         _exchange(connection, width)
-    connection.exec_driver_sql(FUNCTIONS.replace("%", "%%"))
-    if is_new:
-        connection.exec_driver_sql(_TRIGGER)
-    _place_otherwise(connection)
-    _give(connection, owner)
+    _functions(connection, owner)
     connection.exec_driver_sql(_WIDTH.format(width))
     connection.commit()
+
+
+def _functions(connection: Connection, owner: str) -> None:
+    """Make all that partitions need beside themselves, or replace what earlier code has made."""
+    connection.exec_driver_sql(FUNCTIONS.replace("%", "%%"))
+    for name, trigger in _OWN_TRIGGERS.items():
+        if not connection.exec_driver_sql(_HAS_TRIGGER.format(name)).scalar_one():
+            connection.exec_driver_sql(trigger)
+    _place_otherwise(connection)
+    _give(connection, owner)
 
 
 def _exchange(connection: Connection, width: str) -> None:
     """Put a partitioned table in the place of the plain one, which becomes its first partition."""
     run = connection.exec_driver_sql
     run("LOCK TABLE idempotency.records IN ACCESS EXCLUSIVE MODE")
+    _require_nothing_in_the_way(connection)  # what was made meanwhile
     indexes, triggers, views = run(_INDEXES).all(), run(_TRIGGERS).all(), run(_VIEWS).all()
     grants = run(_GRANTS.format(table="idempotency.records")).all()
     table, primary_key = run(_TABLE).one(), run(_PKEY).scalar_one()
@@ -150,29 +227,36 @@ def _exchange(connection: Connection, width: str) -> None:
         run(re.sub(r" ON (ONLY )?\S+ ", " ON idempotency.records ", index.definition, count=1).replace("%", "%%"))
     for trigger in triggers:
         run(_when_nothing_moves(trigger.definition, trigger.events).replace("%", "%%"))
+        if trigger.fires in _FIRES:
+            run(f"ALTER TABLE idempotency.records {_FIRES[trigger.fires]} TRIGGER {trigger.name}")
     run(f"ALTER TABLE idempotency.records ATTACH PARTITION {first} FOR VALUES FROM (MINVALUE) TO ('{AFTER}')")
-    run(f"CREATE TABLE {PARTITIONS}.{DEFAULT} PARTITION OF idempotency.records DEFAULT")
+    options = f"WITH ({table.options})" if table.options else ""
+    run(f"CREATE TABLE {PARTITIONS}.{DEFAULT} PARTITION OF idempotency.records DEFAULT {options}")
     now = run("SELECT clock_timestamp()").scalar_one()
     run(
         f"CREATE TABLE {PARTITIONS}.{name_of(now)} PARTITION OF idempotency.records "
-        f"FOR VALUES FROM ('{AFTER}') TO ('{border(now, width).isoformat()}')"
+        f"FOR VALUES FROM ('{AFTER}') TO ('{border(now, width).isoformat()}') {options}"
     )
     for grant in grants:
-        run(f"GRANT {grant.privilege} ON idempotency.records TO {grant.role}")
+        run(f"GRANT {grant.privilege} ON idempotency.records TO {grant.role}{grant.further}")
         run(f"REVOKE {grant.privilege} ON {first} FROM {grant.role}")
     run(f"ALTER TABLE idempotency.records OWNER TO {table.owner}")
-    if table.is_walled:
+    if table.has_policies:
         protect(connection, "idempotency.records")
-        run(f"ALTER TABLE {first} NO FORCE ROW LEVEL SECURITY, DISABLE ROW LEVEL SECURITY")
+    run(
+        f"ALTER TABLE idempotency.records {'ENABLE' if table.is_secured else 'DISABLE'} ROW LEVEL SECURITY, "
+        f"{'FORCE' if table.is_forced else 'NO FORCE'} ROW LEVEL SECURITY"
+    )
+    run(f"ALTER TABLE {first} NO FORCE ROW LEVEL SECURITY, DISABLE ROW LEVEL SECURITY")
     for view in views:
-        run(f"CREATE OR REPLACE VIEW {view.name} AS {view.definition}".replace("%", "%%"))
+        run(f"CREATE OR REPLACE VIEW {view.name} {view.options} AS {view.definition}".replace("%", "%%"))
     run(NO_OLDER_CODE)
 
 
 def _place_otherwise(connection: Connection) -> None:
     """Let all rows of the default partition be of one time, also where earlier code has made it."""
     run = connection.exec_driver_sql
-    if run(_HAS_CHECK.format("placed_otherwise")).scalar_one():
+    if run(_HAS_CHECK.format("placed_otherwise", f"{PARTITIONS}.{DEFAULT}")).scalar_one():
         return
     default = f"{PARTITIONS}.{DEFAULT}"
     run(f"LOCK TABLE {default} IN ACCESS EXCLUSIVE MODE")

@@ -8,7 +8,6 @@ nobody else can change anything.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -18,11 +17,12 @@ from sqlalchemy.exc import DBAPIError
 
 from ..observe.crash_points import crash_point
 from ..observe.logs import log
-from .inserting import asked_again
+from . import left_alone
+from .inserting import KEYS_AT_ONCE, asked_again
 from .migrations.partitioning import PARTITIONS
 from .periods import WIDTHS, Partition, Partitions, found, missing, name_of
 from .purge import KEEP, OPERATIONS
-from .schema import TRY_AGAIN
+from .schema import NO_LOCK, TRY_AGAIN
 from .statements import describe
 from .sweeps import BATCH, NOT_ASIDE, RECORD_ID, is_row_error, one_by_one, sweep_settings
 
@@ -31,8 +31,6 @@ from .sweeps import BATCH, NOT_ASIDE, RECORD_ID, is_row_error, one_by_one, sweep
 MOVED = 10_000
 # How many keys are asked for at once.
 FETCHED = 20 * BATCH
-# Seconds until a partition that could not go is looked at again by this process.
-PAUSE = 3600.0
 # Transactions that were open during the look at a partition may have committed rows since, with ids that are so much lower.
 OLDER = 1000
 # What a partition does not take away within this time after its own is deleted row by row, in seconds.
@@ -43,6 +41,9 @@ SWEEP = "partitions"
 
 # no_data_found by its name, undefined_table: another process has dropped it.
 GONE = ("P0002", "42P01")
+# disk_full, out_of_memory (also: no room for a lock), configuration_limit_exceeded (as of temporary files): the server has answered,
+# and what this partition takes another one may not. To drop one makes room.
+TOO_MUCH = ("53100", "53200", "53400")
 
 _MAY = """
 SELECT has_schema_privilege(n.oid, 'USAGE') FROM pg_namespace n, pg_class c
@@ -54,9 +55,12 @@ _KEYS = f"""
 SELECT tenant, task, key FROM {PARTITIONS}.{{function}}(
     %(partition)s, %(service)s, make_interval(secs => %(horizon)s), %(most)s)
 """
-# Without what Postgres has refused a while ago.
+# Without what Postgres has refused a while ago, of which there may be as many as are fetched.
+_FETCHED = f"""
+%(most)s + (SELECT count(*) FROM idempotency.set_aside a WHERE a.sweep = '{SWEEP}' AND a.until > clock_timestamp())
+"""
 _TO_HANDLE = f"""
-SELECT r.tenant, r.task, r.key, {RECORD_ID} AS row_id FROM ({_KEYS}) r
+SELECT r.tenant, r.task, r.key, {RECORD_ID} AS row_id FROM ({_KEYS.replace("%(most)s", _FETCHED)}) r
 WHERE {NOT_ASIDE.format(name=SWEEP, id=RECORD_ID)}
 """
 _COUNT = f"SELECT count(*) FROM ({_KEYS.format(function='living')}) living"
@@ -79,9 +83,6 @@ WITH given AS MATERIALIZED (
 ) {OPERATIONS.then}
 """
 
-# The names of partitions that could not go, with the time until which this process leaves them alone.
-_waiting: dict[str, float] = {}
-
 
 def keep_up(
     connection: Connection, service: str, *, retention: float, horizon: float, limit: int
@@ -95,21 +96,23 @@ def keep_up(
         return 0, False, 0.0
     if not may_keep_up(connection):
         return 0, False, 0.0  # the doctor says so; all is deleted row by row
-    try:
-        make_ahead(connection)
-    except DBAPIError as error:
-        if not is_row_error(error):
-            raise
-        log.warning("partition_not_made", error=describe(error))  # a lock; until then there is the default one
+    if not left_alone.is_left(connection):
+        try:
+            make_ahead(connection)
+        except DBAPIError as error:
+            if not _is_passed_over(error):
+                raise
+            log.warning("partition_not_made", error=describe(error))  # until then there is the default one
+            _note_lock(connection, error)
     partitions = found(connection)
     if partitions is None:
         return 0, False, 0.0
     moved = 0
-    if not _is_left_alone(name := partitions.default_name):
+    if not (left_alone.is_left(connection) or left_alone.is_left(connection, name := partitions.default_name)):
         try:
             moved = empty_default(connection, partitions, limit=limit)
         except DBAPIError as error:
-            _note(name, error)
+            _note(connection, name, error)
     dropped, more = drop_past(connection, partitions, service, retention=retention, horizon=horizon, limit=limit)
     return dropped, more or moved >= limit, WIDTHS[partitions.width].total_seconds() + GRACE
 
@@ -137,6 +140,7 @@ def make_ahead(connection: Connection) -> int:
         fields = {"name": name_of(begins), "begins": begins, "ends": ends}
         if not connection.exec_driver_sql(_MAKE, fields).scalar_one():
             break  # another process is making them
+        left_alone.locked(connection)
         made += 1
     return made
 
@@ -159,39 +163,53 @@ def drop_past(
     Returns how many operations went, and whether more may be due: one by one, at most about `limit` move, and as many go, of
     each partition.
     `horizon`: for how many seconds after the last publish of its message an operation is needed. What cannot go now is tried
-    again by a later pass: too much in it is needed, or it is in use, or Postgres refuses a row of it.
+    again by a later pass: too much in it is needed, or it is in use, or Postgres refuses a row of it. A lock that is not there in
+    time ends the pass: whoever has it (a dump, a report) has all of them, and claims wait behind each try.
     """
     dropped, more = 0, False
     for each in partitions.all:
         if each.ends_at is None or each.ends_at + timedelta(seconds=retention) > partitions.now:
             continue
-        if _is_left_alone(each.name):
+        if left_alone.is_left(connection):
+            break
+        if left_alone.is_left(connection, each.name):
             continue
         try:
             gone, handled = _drop(connection, each, service, horizon, limit)
             dropped += gone
             more = more or handled >= limit
         except DBAPIError as error:
-            _note(each.name, error)
+            _note(connection, each.name, error)
     return dropped, more
 
 
-def _note(name: str, error: DBAPIError) -> None:
+def _note(connection: Connection, name: str, error: DBAPIError) -> None:
     """Go on without a partition that cannot be emptied or dropped now. Raises what is about more than this partition."""
-    if not is_row_error(error):
+    if not _is_passed_over(error):
         raise error
     if not _is_over_soon(error):
         log.error("partition_stays", partition=name, error=describe(error))
-        _waiting[name] = time.monotonic() + PAUSE
+        left_alone.leave(connection, name)
 
 
-def _is_left_alone(name: str) -> bool:
-    return _waiting.get(name, 0.0) > time.monotonic()
+def _note_lock(connection: Connection, error: DBAPIError) -> None:
+    """Try for no lock of the whole table for a while, if this one was not there in time."""
+    if _state(error) == NO_LOCK:
+        left_alone.leave_all(connection)
+
+
+def _is_passed_over(error: DBAPIError) -> bool:
+    """Whether to go on with the other partitions, and with the rest of the purge."""
+    return is_row_error(error) or (not error.connection_invalidated and _state(error) in TOO_MUCH)
 
 
 def _is_over_soon(error: DBAPIError) -> bool:
     """Whether somebody else was there first, or holds a lock: no row is refused."""
-    return getattr(error.orig, "sqlstate", None) in (*TRY_AGAIN, *GONE)
+    return _state(error) in (*TRY_AGAIN, *GONE)
+
+
+def _state(error: DBAPIError) -> str | None:
+    return getattr(error.orig, "sqlstate", None)
 
 
 def _drop(connection: Connection, each: Partition, service: str, horizon: float, limit: int) -> tuple[int, int]:
@@ -200,7 +218,7 @@ def _drop(connection: Connection, each: Partition, service: str, horizon: float,
     most = max(MOVED, int(each.estimated / 10))
     counted = bounds | {"most": most + 1}
     if connection.exec_driver_sql(_COUNT, counted).scalar_one() > most:
-        _waiting[each.name] = time.monotonic() + PAUSE
+        left_alone.leave(connection, each.name)
         return 0, 0
     moved = _move(connection, each.name, "survivors", service, horizon, min(limit, most))
     if moved >= limit:
@@ -212,9 +230,14 @@ def _drop(connection: Connection, each: Partition, service: str, horizon: float,
     if any(_keys(connection, each.name, function, service, horizon, 1) for function in ("survivors", "laden")):
         return deleted, deleted
     seen = {"row": max(newest.row - OLDER, 0), "letter": max(newest.letter - OLDER, 0)}
-    gone = connection.exec_driver_sql(_REMOVE, bounds | seen).scalar_one()
+    try:
+        gone = connection.exec_driver_sql(_REMOVE, bounds | seen).scalar_one()
+    except DBAPIError as error:
+        _note_lock(connection, error)
+        raise
     if gone is None:
         return deleted, deleted
+    left_alone.locked(connection)
     log.info("partition_dropped", partition=each.name, operations=gone)
     return deleted + int(gone), deleted
 
@@ -246,7 +269,7 @@ def _one_batch_after_another(
     while done and handled < limit:
         # to find them may cost a look at the whole partition
         rows = connection.exec_driver_sql(_TO_HANDLE.format(function=function), bounds).all()[: limit - handled]
-        batches = [rows[first : first + BATCH] for first in range(0, len(rows), BATCH)]
+        batches = [rows[first : first + KEYS_AT_ONCE] for first in range(0, len(rows), KEYS_AT_ONCE)]
         done = sum(_batch(connection, statement, fields, batch) for batch in batches)
         handled += done
     return handled

@@ -18,6 +18,8 @@ AHEAD = {"hour": 6, "day": 3, "week": 2}
 OTHERWISE = "day"
 # A Monday: weeks begin there.
 _FIRST = datetime(2001, 1, 1, tzinfo=UTC)
+# Where the partition of before begins.
+_EVER = datetime(1, 1, 1, tzinfo=UTC)
 # Made in the middle of a period, because none was made before: begins so much later, so that nothing of before belongs there.
 MARGIN = timedelta(seconds=10)
 
@@ -54,8 +56,12 @@ class Partitions:
 
     @property
     def last(self) -> datetime | None:
-        """When the last one ends; None or in the past: what comes goes to the default one."""
-        return max((each.ends_at for each in self.all if each.ends_at is not None), default=None)
+        """When the last one ends that is reached from now without a gap. None: what comes goes to the default one."""
+        reached = self.now
+        for begins, ends in _in_order(self.all):
+            if begins <= reached:
+                reached = max(reached, ends)
+        return reached if reached > self.now else None
 
     @property
     def wanted(self) -> datetime:
@@ -81,17 +87,29 @@ def _longest(made: Sequence[Partition]) -> str:
 
 
 def missing(partitions: Partitions) -> list[tuple[datetime, datetime]]:
-    """The ranges for which there should be partitions and are none."""
+    """The ranges for which there should be partitions and are none; also between those that are there.
+
+    One pass beside a clock that is far ahead makes some in the future, and none in between.
+    """
     soon, ranges = partitions.now + MARGIN, []
-    begins = partitions.last
-    if begins is None or begins < soon:
-        begins = soon.replace(microsecond=0) + timedelta(seconds=1)
-    begins = begins.astimezone(UTC)
-    while begins < partitions.wanted:
-        ends = border(begins, partitions.width)
-        ranges.append((begins, ends))
-        begins = ends
+    begins = soon
+    wanted = partitions.wanted
+    for taken, until in [*_in_order(partitions.all), (wanted, wanted)]:
+        stop = min(taken, wanted)
+        if begins == soon < stop:
+            begins = soon.replace(microsecond=0) + timedelta(seconds=1)
+        begins = begins.astimezone(UTC)
+        while begins < stop:
+            ends = min(border(begins, partitions.width), stop)
+            ranges.append((begins, ends))
+            begins = ends
+        begins = max(begins, until)
     return ranges
+
+
+def _in_order(partitions: Sequence[Partition]) -> list[tuple[datetime, datetime]]:
+    """When they begin and end, without the default one."""
+    return sorted((each.begins_at or _EVER, each.ends_at) for each in partitions if each.ends_at is not None)
 
 
 def name_of(begins: datetime) -> str:

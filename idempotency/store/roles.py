@@ -107,6 +107,8 @@ _OF_RECORDS = {
     "taken_back": f"""AS RESTRICTIVE FOR DELETE TO {APPLICATION}
     USING (status = 'started' AND effects = '{{}}' AND message = '')""",
 }
+# All of these.
+OWN_POLICIES = (*_POLICIES, *_OF_RECORDS)
 
 
 def create(engine: Engine, passwords: Mapping[str, str]) -> list[str]:

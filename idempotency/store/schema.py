@@ -34,8 +34,10 @@ LOCK_TIMEOUT = 2.0
 LOCK_PAUSE = 1.0
 # Seconds to keep trying. A transaction that blocks the migration for longer needs a person.
 MIGRATION_TIMEOUT = 600.0
-# lock_not_available, deadlock_detected: a migration may lock several tables; serialization_failure: of a record that was moved.
-TRY_AGAIN = ("55P03", "40P01", "40001")
+# lock_not_available
+NO_LOCK = "55P03"
+# And deadlock_detected: a migration may lock several tables; serialization_failure: of a record that was moved.
+TRY_AGAIN = (NO_LOCK, "40P01", "40001")
 
 # What is about operations and messages; the other tables are about people, processes and the schema.
 WORK = (

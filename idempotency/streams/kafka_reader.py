@@ -80,6 +80,8 @@ class KafkaReader:
             begun.append(each)
         consumer.incremental_assign(begun)
         waiting = [each for each in begun if self._holdings.get((each.topic, each.partition)) is None]
+        # librdkafka keeps a pause beyond what is given: one that was lost, and comes back, would never be read
+        consumer.resume([each for each in begun if each not in waiting])
         if waiting:
             consumer.pause(waiting)
             self._paused.update((each.topic, each.partition) for each in waiting)

@@ -69,8 +69,11 @@ def handle_together(
     """
     settings, tenant = runtime.settings, prepared[0].delivery.id.tenant
     until = time.monotonic() + settings.lease * SHARE_OF_LEASE
-    with runtime.transaction(tenant) as connection:
+    # in a transaction of its own: what has read the records keeps partitions from being made and dropped until its end
+    with runtime.autocommit(tenant) as connection:
         known = batches.known(connection, [each.delivery for each in prepared], service=settings.service)
+    with runtime.transaction(tenant) as connection:
+        most = batches.most_together(connection, len(prepared))
         done: dict[str, tuple[Prepared, str]] = {}
         many = 0
         with metrics.phase(stream.task, "body"):
@@ -81,7 +84,7 @@ def handle_together(
                 if key not in known and key not in done:
                     done[key] = each, _run(runtime, stream, policy, connection, place, each)
                 many = place + 1
-                if time.monotonic() > until:
+                if time.monotonic() > until or len(done) == most:
                     break
         crash_point("stream.run")
         with metrics.phase(stream.task, "commit"):

@@ -15,7 +15,9 @@ from django.db.migrations.exceptions import IrreversibleError
 from django.db.migrations.loader import MigrationLoader
 
 import services
-from idempotency.store import schema
+from idempotency.contrib.django.schema import _engine
+from idempotency.store import partitioning, schema
+from idempotency.store.migrations.partitioning import PARTITIONS
 from tests.django.conftest import database_settings
 
 
@@ -83,3 +85,21 @@ def test_where_migrations_are_switched_off_the_tables_are_made_as_well(
     for _ in range(2):
         call_command("migrate", database="empty", verbosity=0, run_syncdb=True)
     assert has_tables(empty)
+
+
+def test_functions_of_partitions_are_brought_up_to_date_without_a_migration(
+    empty: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(settings, "IDEMPOTENCY_DATABASE", "empty", raising=False)
+    call_command("migrate", "idempotency", database="empty", verbosity=0)
+    engine = _engine("empty")
+    partitioning.partition(engine, "day")
+    version = f"{PARTITIONS}.version()"
+    for database, is_made in (("default", False), ("empty", True)):
+        with empty.cursor() as cursor:
+            cursor.execute(f"DROP FUNCTION {version}")
+            call_command("migrate", "idempotency", database=database, verbosity=0)
+            cursor.execute(f"SELECT to_regprocedure('{version}') IS NOT NULL")
+            assert cursor.fetchone() == (is_made,)
+            cursor.execute(f"CREATE OR REPLACE FUNCTION {version} RETURNS int LANGUAGE sql AS 'SELECT 1'")
+    engine.dispose()

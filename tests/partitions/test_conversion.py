@@ -241,7 +241,7 @@ def test_the_doctor_says_what_upkeep_has_not_done(bank: Celery, engine: Engine) 
         connection.exec_driver_sql("COMMENT ON SCHEMA idempotency_partitions IS 'hour'")
         connection.exec_driver_sql(f"""
             DO $$ BEGIN EXECUTE format('CREATE TABLE {PARTITIONS}.records_x PARTITION OF idempotency.records '
-                'FOR VALUES FROM (%%L) TO (%%L)', now() + interval '1 minute', now() + interval '2 minutes'); END $$
+                'FOR VALUES FROM (%%L) TO (%%L)', now() - interval '1 minute', now() + interval '2 minutes'); END $$
         """)
         assert any("none after" in each for each in said())
         purge.operations(connection, op.SERVICE, horizon=0.0, limit=1)

@@ -15,7 +15,7 @@ from sqlalchemy.exc import DBAPIError, OperationalError
 
 from idempotency.application import runtime_of
 from idempotency.observe import crash_points
-from idempotency.store import partitions, periods, purge
+from idempotency.store import left_alone, partitions, periods, purge
 from idempotency.store.answers import Claimed
 from idempotency.upkeep import maintenance
 from idempotency.wire.keys import OperationId
@@ -135,7 +135,7 @@ def test_a_process_cut_off_before_the_drop_loses_and_doubles_nothing(
     gone = [past_its_time(connection) for _ in range(3)]
     deliver_again(connection, gone[0], **PUBLISHED)
     into_the_past(connection)
-    monkeypatch.setattr(partitions, "BATCH", 1)
+    monkeypatch.setattr(partitions, "KEYS_AT_ONCE", 1)
     batches = iter(range(10))
 
     def cut_off() -> None:
@@ -169,7 +169,7 @@ def test_a_process_cut_off_before_the_drop_loses_and_doubles_nothing(
     assert is_there(connection)
     left = connection.exec_driver_sql("SELECT key FROM idempotency.records").scalars().all()
     assert sorted(left) == sorted(id.key for id in kept + gone if moment == "batch" or id != gone[0])
-    partitions._waiting.clear()
+    left_alone.forget()
     dropped, _ = partitions.drop_past(connection, whole(connection), op.SERVICE, **bounds)  # type: ignore[arg-type]
     assert dropped == (3 if moment == "batch" else 2)
     left = connection.exec_driver_sql("SELECT key FROM idempotency.records").scalars().all()
@@ -297,7 +297,7 @@ def test_claims_go_on_while_partitions_are_dropped(bank: Celery, connection: Con
             while not stop.is_set():
                 found = periods.found(own)
                 assert found is not None
-                partitions._waiting.clear()
+                left_alone.forget()
                 partitions.drop_past(own, found, op.SERVICE, retention=3600.0, horizon=60.0, limit=1000)
         return 0
 

@@ -1,21 +1,26 @@
-"""Claims of strangers wait for nobody who ends an operation slowly, though 4,096 locks are for all keys."""
+"""Who inserts or moves keys stops those who want the same keys, and nobody else."""
 
 from __future__ import annotations
 
 import threading
+import time
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 from celery import Celery
-from sqlalchemy import Connection, Engine, text
+from sqlalchemy import Connection, Engine, create_engine
+from sqlalchemy.pool import NullPool
 
-from idempotency.application import runtime_of
+from idempotency.application import runtime_of, settings_of
+from idempotency.checks.partitions import AT_ONCE, LOCKS
+from idempotency.checks.postgres import check_database
 from idempotency.operate.cancel import cancel
 from idempotency.operate.change import read
-from idempotency.store import batches
+from idempotency.store import batches, statements
 from idempotency.store.answers import Busy, Claimed
-from idempotency.store.inserting import lock_of
+from idempotency.store.inserting import KEYS_AT_ONCE
 from idempotency.wire.delivery import Delivery
 from idempotency.wire.keys import OperationId
 from tests.support import operations as op
@@ -23,28 +28,26 @@ from tests.support.operations import new_id
 from tests.support.operators import ANN
 from tests.support.tasks import accept, make_task
 
-LOCK = text(f"SELECT {lock_of('cast(:tenant AS text)', 'cast(:task AS text)', 'cast(:key AS text)')}")
 # Seconds: enough for a claim that does not wait.
 SOON = 10
+BOUNDS: Mapping[str, Any] = {"service": op.SERVICE, "holder": op.HOLDER, "lease": op.LEASE, "horizon": 3600.0}
+HELD = "SELECT count(*) FROM pg_locks WHERE pid = pg_backend_pid() AND locktype = 'advisory'"
 
 
-def number(connection: Connection, id: OperationId) -> int:
-    return int(connection.execute(LOCK, {"tenant": id.tenant, "task": id.task, "key": id.key}).scalar_one())
+def new(many: int) -> list[Delivery]:
+    return [Delivery(new_id(), op.FINGERPRINT, {}) for _ in range(many)]
 
 
-def beside(connection: Connection, id: OperationId, task: str) -> OperationId:
-    """An operation of another task that shares the lock of this one."""
-    keys = "SELECT key FROM generate_series(1, 100000) n, CAST(n AS text) key"
-    query = text(f"{keys} WHERE {lock_of(':tenant', ':task', 'key')} = :number LIMIT 1")
-    key = connection.execute(query, {"tenant": "another", "task": task, "number": number(connection, id)}).scalar_one()
-    return OperationId("another", task, str(key))
-
-
-def claim_many(engine: Engine, ids: list[OperationId]) -> set[str]:
-    bounds: Any = {"service": op.SERVICE, "holder": op.HOLDER, "lease": op.LEASE, "horizon": 3600.0}
+def claim_many(engine: Engine, ids: Sequence[OperationId]) -> set[str]:
     deliveries = [Delivery(id, op.FINGERPRINT, {}) for id in ids]
     with engine.connect() as own:
-        return set(batches.claim_new(own, deliveries, [f"{n}" for n in range(len(ids))], **bounds))
+        return set(batches.claim_new(own, deliveries, [f"{n}" for n in range(len(ids))], **BOUNDS))
+
+
+def complete_new(connection: Connection, deliveries: Sequence[Delivery], lease: float = 60.0) -> set[str]:
+    results = ["1"] * len(deliveries)
+    bounds: Any = {"service": op.SERVICE, "holder": op.HOLDER, "retention": 3600.0, "lease": lease}
+    return batches.complete_new(connection, deliveries, results, **bounds)
 
 
 def claim(engine: Engine, id: OperationId) -> Any:
@@ -52,9 +55,7 @@ def claim(engine: Engine, id: OperationId) -> Any:
         return op.claim(own, id)
 
 
-def test_an_on_failed_that_takes_its_time_stops_no_stranger(
-    bank: Celery, engine: Engine, connection: Connection
-) -> None:
+def test_an_on_failed_that_takes_its_time_stops_no_stranger(bank: Celery, engine: Engine) -> None:
     inside, go_on = threading.Event(), threading.Event()
 
     def told(*_: Any) -> None:
@@ -67,19 +68,16 @@ def test_an_on_failed_that_takes_its_time_stops_no_stranger(
     id = accept(engine, task, "a")
     with runtime_of(bank).autocommit() as own:
         shown = read(own, id, "bank")
-    unlucky = beside(connection, id, "unrelated.task")
-    batch = [OperationId("another", "unrelated.task", new_id().key) for _ in range(100)]
-    with ThreadPoolExecutor(3) as threads:
+    batch = [OperationId("another", "unrelated.task", new_id().key) for _ in range(1000)]
+    with ThreadPoolExecutor(2) as threads:
         cancelling = threads.submit(cancel, bank, shown, ANN)
         try:
             assert inside.wait(SOON)
-            claimed = threads.submit(claim_many, engine, [*batch, unlucky]).result(SOON)
-            assert claimed == {each.key for each in batch if number(connection, each) != number(connection, id)}
-            assert isinstance(threads.submit(claim, engine, unlucky).result(SOON), Claimed)
+            assert threads.submit(claim_many, engine, batch).result(SOON) == {each.key for each in batch}
         finally:
             go_on.set()
         cancelling.result(SOON)
-    assert op.status(connection, id) == "failed"
+    assert op.status(engine.connect(), id) == "failed"
 
 
 @pytest.mark.parametrize("first", ["batch", "alone"])
@@ -94,10 +92,90 @@ def test_who_claims_one_key_and_who_claims_many_do_not_both_get_it(
             assert claim_many(engine, [id]) == set()  # and does not wait
             holder.exec_driver_sql("COMMIT")
             return
-        bounds: Any = {"service": op.SERVICE, "holder": op.HOLDER, "lease": op.LEASE, "horizon": 3600.0}
-        assert set(batches.claim_new(holder, [Delivery(id, op.FINGERPRINT, {})], ["t"], **bounds)) == {id.key}
+        assert set(batches.claim_new(holder, [Delivery(id, op.FINGERPRINT, {})], ["t"], **BOUNDS)) == {id.key}
         waiting = threads.submit(claim, engine, id)
         op.wait_for_a_lock(connection)
         assert claim_many(engine, [id]) == set()
         holder.exec_driver_sql("COMMIT")
+        assert isinstance(waiting.result(SOON), Busy)
+
+
+def test_batches_without_a_key_in_common_are_all_committed(engine: Engine) -> None:
+    with engine.connect() as one, engine.connect() as other:
+        one.exec_driver_sql("BEGIN")
+        assert len(complete_new(one, new(KEYS_AT_ONCE))) == KEYS_AT_ONCE
+        for _ in range(20):
+            other.exec_driver_sql("BEGIN")
+            assert len(complete_new(other, new(KEYS_AT_ONCE))) == KEYS_AT_ONCE
+            other.exec_driver_sql("COMMIT")
+
+
+def test_of_batches_with_a_key_in_common_the_second_is_without_it(engine: Engine) -> None:
+    deliveries = new(KEYS_AT_ONCE)
+    with engine.connect() as one, engine.connect() as other:
+        one.exec_driver_sql("BEGIN")
+        complete_new(one, deliveries[:1])
+        other.exec_driver_sql("BEGIN")
+        assert complete_new(other, deliveries) == {each.id.key for each in deliveries[1:]}
+
+
+def test_a_consumer_that_is_frozen_before_its_commit_stops_no_stranger(engine: Engine) -> None:
+    frozen = create_engine(engine.url, poolclass=NullPool).connect()  # SIGSTOP: its transaction is open, and idle
+    complete_new(frozen, new(KEYS_AT_ONCE))
+    began = time.monotonic()
+    with engine.connect() as stranger:
+        stranger.exec_driver_sql("SET lock_timeout = '1s'")
+        for _ in range(200):
+            assert isinstance(op.claim(stranger, new_id("another", "another.task")), Claimed)
+    assert time.monotonic() - began < 3 * SOON
+    frozen.invalidate()
+
+
+def test_a_transaction_locks_few_keys_however_many_are_claimed(engine: Engine) -> None:
+    """Each takes room in Postgres' table of locks, which all connections share."""
+    with engine.connect() as own:
+        assert batches.most_together(own, 10_000) == KEYS_AT_ONCE
+        assert batches.most_together(own, 3) == 3
+        most = []
+        execute = statements.execute
+
+        def counted(connection: Connection, *args: Any) -> Any:
+            connection.exec_driver_sql("BEGIN")
+            rows = execute(connection, *args).fetchall()
+            most.append(connection.exec_driver_sql(HELD).scalar_one())
+            connection.exec_driver_sql("COMMIT")
+            return type("Answer", (), {"fetchall": lambda _: rows})()
+
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(batches, "execute", counted)
+            ids = [new_id() for _ in range(2 * KEYS_AT_ONCE + 1)]
+            deliveries = [Delivery(id, op.FINGERPRINT, {}) for id in ids]
+            claimed = batches.claim_new(own, deliveries, [f"{n}" for n in range(len(ids))], **BOUNDS)
+    assert claimed.keys() == {id.key for id in ids}
+    assert most == [KEYS_AT_ONCE, KEYS_AT_ONCE, 1]
+
+
+def test_the_doctor_counts_the_room_for_locks(bank: Celery, monkeypatch: pytest.MonkeyPatch) -> None:
+    def said() -> list[str]:
+        findings = check_database(settings_of(bank))
+        return [each.advice for each in findings if each.subject == "database max_locks_per_transaction"]
+
+    assert said() == []
+    monkeypatch.setattr("idempotency.checks.partitions.KEYS_AT_ONCE", 10_000)
+    with runtime_of(bank).autocommit() as own:
+        connections = own.exec_driver_sql("SELECT current_setting('max_connections')::int").scalar_one()
+    needed = -(-AT_ONCE * (LOCKS * 6 + 10_000) // connections)
+    assert [advice.partition(":")[0] for advice in said()] == [f"raise it to {needed}"]
+
+
+def test_beside_code_that_locks_otherwise_a_key_has_one_record(engine: Engine, connection: Connection) -> None:
+    """Of an earlier checkout: a batch there has one of 4,096 locks for each of its keys, and says that they are locked."""
+    id = new_id()
+    with engine.connect() as earlier, ThreadPoolExecutor(1) as threads:
+        earlier.exec_driver_sql("BEGIN")
+        earlier.exec_driver_sql("SELECT set_config('idempotency.keys_locked', 'on', true)")
+        assert isinstance(op.claim(earlier, id), Claimed)
+        waiting = threads.submit(claim, engine, id)
+        op.wait_for_a_lock(connection)
+        earlier.exec_driver_sql("COMMIT")
         assert isinstance(waiting.result(SOON), Busy)

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from celery import Celery
-from sqlalchemy import Connection, Engine
+from celery.app.task import Context
+from sqlalchemy import Connection, Engine, create_engine
 from sqlalchemy.exc import OperationalError
+from sqlalchemy.pool import NullPool
 
 from idempotency.application import runtime_of
 from idempotency.operate.rename import rename_service
 from idempotency.store import claims, partitions, waking
 from idempotency.store.answers import Claimed
-from idempotency.store.statements import TRIES, repeatable
+from idempotency.store.statements import MOVED, TRIES, repeatable
+from idempotency.worker.deliveries import delivery_of
+from idempotency.worker.revocation import revoke_terminated
 from tests.support import operations as op
+from tests.support.deliveries import request_of
 from tests.support.operations import completed, due, early, record
 from tests.support.operators import ANN
 from tests.support.partitions import into_the_past, while_it_moves
-from tests.support.tasks import transactional
+from tests.support.tasks import make_task, transactional
 
 
 def test_an_application_s_wake_waits_and_finds_it(engine: Engine, connection: Connection) -> None:
@@ -27,6 +34,26 @@ def test_an_application_s_wake_waits_and_finds_it(engine: Engine, connection: Co
             waking.wake(own, id, op.SERVICE)
 
     while_it_moves(engine, connection, id, wake)
+    assert op.seconds_from_now(connection, id, "available_at") <= 0
+
+
+def test_an_application_s_wake_at_repeatable_read_is_refused_and_has_to_be_made_again(
+    engine: Engine, connection: Connection
+) -> None:
+    """As the page says: its snapshot is of before the move."""
+    id = early(connection).id
+    into_the_past(connection)
+    with create_engine(engine.url, isolation_level="REPEATABLE READ", poolclass=NullPool).connect() as own:
+        own.exec_driver_sql("SELECT 1")
+        own.exec_driver_sql("SELECT count(*) FROM pg_class")
+        fields = {"partition": "records_before", "tenants": [id.tenant], "tasks": [id.task], "keys": [id.key]}
+        assert connection.exec_driver_sql(partitions._MOVE, fields).scalar_one() == 1
+        with pytest.raises(OperationalError) as refused:
+            waking.wake(own, id, op.SERVICE)
+        assert refused.value.orig.sqlstate == MOVED  # type: ignore[union-attr]
+        own.rollback()
+        waking.wake(own, id, op.SERVICE)
+        own.commit()
     assert op.seconds_from_now(connection, id, "available_at") <= 0
 
 
@@ -49,6 +76,20 @@ def test_a_revocation_is_recorded(bank: Celery, engine: Engine, connection: Conn
 
     assert while_it_moves(engine, connection, id, revoke)
     assert record(connection, id).revoked_generation == 1
+
+
+def test_a_revocation_that_ends_its_process_is_recorded(bank: Celery, engine: Engine, connection: Connection) -> None:
+    """In a transaction of its own, which is not made again: its claim waits for the mover's lock, not for the row."""
+
+    def body(self: Any, account: str) -> None: ...
+
+    task = make_task(bank, body, key="{account}")
+    context = Context(request_of(bank, task, "m1"), args=["a"], kwargs={}, is_eager=False, called_directly=False)
+    delivery = delivery_of(task, context)
+    early(connection, delivery.id, fingerprint=delivery.fingerprint)
+    while_it_moves(engine, connection, delivery.id, lambda: revoke_terminated(task, context))
+    assert record(connection, delivery.id).revoked_generation == 1
+    assert op.status(connection, delivery.id) == "released"
 
 
 def test_a_claim_gets_it_once(bank: Celery, engine: Engine, connection: Connection) -> None:

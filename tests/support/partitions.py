@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from sqlalchemy import Connection, Engine, create_engine
 from sqlalchemy.pool import NullPool
 
-from idempotency.store import partitioning, partitions
+from idempotency.store import left_alone, partitioning, partitions
 from idempotency.wire.keys import OperationId
 from tests.support.operations import wait_for_a_lock
 
@@ -33,7 +33,7 @@ def put_into_partitions(database_url: str, width: str = "day") -> None:
 def into_the_past(connection: Connection) -> None:
     """Put all records into a partition that ended long ago. The connection commits each statement."""
     connection.exec_driver_sql(_AGE)
-    partitions._waiting.clear()
+    left_alone.forget()
 
 
 def while_it_moves(engine: Engine, connection: Connection, id: OperationId, change: Callable[[], Answer]) -> Answer:

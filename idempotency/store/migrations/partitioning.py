@@ -4,7 +4,8 @@ They run with their owner's rights, since only an owner makes and drops tables, 
 right to their schema.
 """
 
-from ..inserting import key_lock_of, lock_of, moving_lock_of
+from ..inserting import LOCKED, lock_of, moving_lock_of
+from ..rights import APPLICATION, OPERATOR, OWNER, RELAY
 from ..schema import MIGRATION_LOCK
 
 PARTITIONS = "idempotency_partitions"
@@ -12,6 +13,8 @@ PARTITIONS = "idempotency_partitions"
 COMPATIBLE_FROM = "0016"
 # The partition of rows for which there is no other.
 DEFAULT = "records_otherwise"
+# Raised with each change of what follows, so that `migrate` and the doctor know functions of an earlier checkout.
+VERSION = 2
 # When all rows there were placed: a time that belongs to no other partition ever. So Postgres knows, by a CHECK, that none of them
 # belongs to a partition that is made, and reads none of them while claims wait. (Not 'infinity', which psycopg does not read.)
 OTHERWISE = "9000-01-01 00:00:00+00"
@@ -21,6 +24,8 @@ MAKING_LOCK = 0x1DE4907F
 _AS_OWNER = "SECURITY DEFINER SET search_path = pg_catalog, pg_temp"
 # Whatever needs a lock of the whole table waits for it no longer than a sweep would: all claims queue behind it.
 _LOCKING = f"{_AS_OWNER} SET lock_timeout = '200ms'"
+# Times as text are read as they were written: not by a DateStyle or the name of a time zone ("IST") that means another one.
+_UNAMBIGUOUS = "SET datestyle = 'ISO, YMD' SET timezone = 'UTC'"
 
 # Of `%1$s`, a partition: what has not ended, is not past its retention, or is another application's, by small indexes.
 # $1 service, $2 now.
@@ -87,13 +92,14 @@ UPDATE idempotency.compatibility SET compatible_from = '{COMPATIBLE_FROM}' WHERE
 """
 
 FUNCTIONS = f"""
+CREATE OR REPLACE FUNCTION {PARTITIONS}.version() RETURNS int LANGUAGE sql IMMUTABLE AS 'SELECT {VERSION}';
+
 -- Before a row is inserted, by anybody: its key is locked, and looked for in all partitions.
 CREATE OR REPLACE FUNCTION {PARTITIONS}.insert_once() RETURNS trigger LANGUAGE plpgsql
 SET search_path = pg_catalog, pg_temp SET enable_seqscan = off AS $$
 BEGIN
-    IF current_setting('idempotency.keys_locked', true) IS DISTINCT FROM 'on' THEN  -- as many have it, who hold the first alone
-        PERFORM pg_advisory_xact_lock_shared({lock_of("NEW.tenant", "NEW.task", "NEW.key")}),
-            pg_advisory_xact_lock({key_lock_of("NEW.tenant", "NEW.task", "NEW.key")});
+    IF current_setting('idempotency.keys_locked', true) IS DISTINCT FROM '{LOCKED}' THEN
+        PERFORM pg_advisory_xact_lock({lock_of("NEW.tenant", "NEW.task", "NEW.key")});
     END IF;
     -- With a snapshot of its own, which shows what was committed while the lock was waited for.
     IF EXISTS (
@@ -107,9 +113,21 @@ BEGIN
     RETURN NEW;
 END $$;
 
+-- Before a row's place is changed: `keep_ended` is not asked then, since for Postgres it is a DELETE and an INSERT.
+CREATE OR REPLACE FUNCTION {PARTITIONS}.keep_place() RETURNS trigger LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp AS $$
+BEGIN
+    IF EXISTS (SELECT FROM pg_roles WHERE rolname = '{APPLICATION}' AND pg_has_role(oid, 'USAGE'))
+        AND NOT EXISTS (
+            SELECT FROM pg_roles WHERE pg_has_role(oid, 'USAGE') AND rolname IN ('{OWNER}', '{RELAY}', '{OPERATOR}'))
+    THEN
+        RAISE EXCEPTION 'idempotency.records: the application moves nothing' USING ERRCODE = 'insufficient_privilege';
+    END IF;
+    RETURN NEW;
+END $$;
+
 CREATE OR REPLACE FUNCTION {PARTITIONS}.bounds()
 RETURNS TABLE (name text, begins_at timestamptz, ends_at timestamptz, is_default boolean, estimated float8)
-LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp AS $$
+LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp {_UNAMBIGUOUS} AS $$
     SELECT c.relname::text, substring(b.bounds FROM $re$FROM \\('([^']+)'\\)$re$)::timestamptz,
            substring(b.bounds FROM $re$TO \\('([^']+)'\\)$re$)::timestamptz, b.bounds = 'DEFAULT', c.reltuples::float8
     FROM pg_inherits i JOIN pg_class c ON c.oid = i.inhrelid, pg_get_expr(c.relpartbound, c.oid) b(bounds)
@@ -130,17 +148,23 @@ END $$;
 
 -- A partition for rows that are still to come. False: another process is making one, or has made it, or tables are migrated.
 CREATE OR REPLACE FUNCTION {PARTITIONS}.make(of_partition text, begins timestamptz, ends timestamptz) RETURNS boolean
-LANGUAGE plpgsql {_LOCKING} AS $$
+LANGUAGE plpgsql {_LOCKING} {_UNAMBIGUOUS} AS $$
+DECLARE
+    options text;
 BEGIN
     IF NOT pg_try_advisory_xact_lock({MAKING_LOCK}::bigint) OR NOT pg_try_advisory_xact_lock_shared({MIGRATION_LOCK}::bigint)
-        OR EXISTS (SELECT FROM {PARTITIONS}.bounds() b WHERE b.ends_at > begins)
+        OR EXISTS (SELECT FROM {PARTITIONS}.bounds() b WHERE b.ends_at > begins AND coalesce(b.begins_at < ends, true))
     THEN
         RETURN false;
     END IF;
     IF begins <= clock_timestamp() THEN
         RAISE EXCEPTION 'begins: must be in the future, got %', begins USING ERRCODE = 'invalid_parameter_value';
     END IF;
-    EXECUTE format('CREATE TABLE {PARTITIONS}.%I (LIKE idempotency.records INCLUDING DEFAULTS INCLUDING STORAGE)', of_partition);
+    -- autovacuum's, say: a partitioned table has none itself
+    SELECT 'WITH (' || array_to_string(c.reloptions, ', ') || ')' INTO options FROM pg_class c
+    WHERE c.oid = '{PARTITIONS}.{DEFAULT}'::regclass;
+    EXECUTE format('CREATE TABLE {PARTITIONS}.%I (LIKE idempotency.records INCLUDING DEFAULTS INCLUDING STORAGE) %s',
+        of_partition, options);
     -- PARTITION OF would lock out all claims for as long as this takes. What follows takes a moment, however full the default one is.
     EXECUTE format('ALTER TABLE idempotency.records ATTACH PARTITION {PARTITIONS}.%I FOR VALUES FROM (%L) TO (%L)',
         of_partition, begins, ends);
@@ -156,7 +180,7 @@ DECLARE
     moved bigint;
     wanted bigint;
 BEGIN
-    PERFORM set_config('idempotency.moving', 'on', true), set_config('idempotency.keys_locked', 'on', true);
+    PERFORM set_config('idempotency.moving', 'on', true), set_config('idempotency.keys_locked', '{LOCKED}', true);
     EXECUTE format($sql$
         WITH wanted AS MATERIALIZED (
             SELECT DISTINCT w.* FROM unnest($1, $2, $3) w(tenant, task, key)
