@@ -25,6 +25,7 @@ import services
 from idempotency import events
 from idempotency.application import close_runtime
 from idempotency.relay.relay import Relay
+from idempotency.streams import declaring
 from idempotency.upkeep.maintenance import recover
 from tests.support.deliveries import Deliveries
 from tests.support.operations import Entries, Record
@@ -223,8 +224,9 @@ def environment(servers: services.Services, application_database: str, redis_url
 
 
 @pytest.fixture(autouse=True)
-def nothing_shared() -> Iterator[None]:
-    """What a test declares is not given to applications that other tests make later, as Celery would."""
+def nothing_shared(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What a test declares is not given to applications that other tests make later, as Celery would; nor are its streams."""
+    monkeypatch.setattr(declaring, "_declared", dict(declaring._declared))
     shared = set(_state._on_app_finalizers)
     yield
     _state._on_app_finalizers.intersection_update(shared)

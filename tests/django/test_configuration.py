@@ -65,14 +65,22 @@ def test_a_password_with_any_character_is_passed_on(default: Any, monkeypatch: p
     assert make_url(database_url("default")).password == "a/b@c:d e%+?#"
 
 
-@pytest.mark.parametrize("host", ["db.example", "/run/postgresql", "one,two"])
-def test_the_database_is_named_by_its_host(app: Celery, default: Any, host: str) -> None:
+@pytest.mark.parametrize(
+    ("host", "port", "place"),
+    [
+        ("db.example", "6432", "db.example:6432"),
+        ("/run/postgresql", "6432", "/run/postgresql:6432"),
+        ("one,two", "6432", "one:6432,two:6432"),
+        ("two,one", "6432,6433", "one:6433,two:6432"),
+    ],
+)
+def test_the_database_is_named_by_its_host(app: Celery, default: Any, host: str, port: str, place: str) -> None:
     """Redis' hints of two databases of one name must differ."""
     before = dict(default.settings_dict)
-    default.settings_dict.update(HOST=host, PORT="6432", NAME="shop")
+    default.settings_dict.update(HOST=host, PORT=port, NAME="shop")
     named = settings_of(app).database_name
     default.settings_dict.update(before)
-    assert named == f"{host}:6432/shop"
+    assert named == f"{place}/shop"
 
 
 def test_another_alias_is_named_by_a_setting(

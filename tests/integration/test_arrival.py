@@ -172,7 +172,7 @@ def test_no_command_prints_what_a_terminal_or_rich_would_obey(
         {"forged": forged},
     )
     for command in (
-        ("dead-letters", "list"), ("dead-letters", "list", "--by", "type"), ("dead-letters", "show", 1), ("show", forged),
+        ("dead-letters", "list"), ("dead-letters", "list", "--by", "task"), ("dead-letters", "show", 1), ("show", forged),
         ("dead-letters", "replay", 1), ("dead-letters", "replay", "--error", "rejected"), ("list",), ("status",),
         ("doctor",), ("show", "no such key\x1b[2J"),
     ):  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from django.conf import settings
@@ -63,9 +63,21 @@ def database_url(alias: str) -> str:
         password=parameters.pop("password", None),
         database=parameters.pop("dbname", None),
         host=parameters.pop("host") if is_one else None,
-        query=parameters,  # also the port, and a host that has no place in a URL: a directory, or several
+        query=_several_hosts(
+            parameters
+        ),  # also the port, and a host that has no place in a URL: a directory, or several
     )
     return url.render_as_string(hide_password=False)
+
+
+def _several_hosts(parameters: Mapping[str, str]) -> Mapping[str, str | tuple[str, ...]]:
+    """The same parameters, with several hosts as SQLAlchemy has them, each with its port; one port is that of all."""
+    hosts = parameters.get("host", "").split(",")
+    if len(hosts) == 1:
+        return parameters
+    ports = parameters.get("port", "5432").split(",")
+    places = tuple(f"{host}:{port}" for host, port in zip(hosts, ports * (len(hosts) // len(ports)), strict=True))
+    return {name: value for name, value in parameters.items() if name != "port"} | {"host": places}
 
 
 def engine_maker(alias: str, create: Callable[..., Any] | None) -> Callable[..., Any]:
