@@ -30,7 +30,8 @@ def reason_to_end(attempt: Attempt) -> PermanentError | None:
     if _is_revoked(attempt):
         return conclusions.NotDeclined("revoked through Celery before it had ended", REVOKED)
     if attempt.claim.spent_at is not None:
-        return AttemptsExhausted(f"no result after {attempt.claim.spent_at - 1} attempts")
+        died = "; the process of the last one died, or was cut off" if attempt.claim.taken_over else ""
+        return AttemptsExhausted(f"no result after {attempt.claim.spent_at - 1} attempts{died}")
     return None
 
 

@@ -186,7 +186,7 @@ def discard_letters(
     app: AppOption = "",
     as_json: JsonOption = False,
 ) -> None:
-    """Ask for dead letters to be discarded; another admin has to approve. Your token: IDEMPOTENCY_TOKEN."""
+    """Ask for dead letters to be discarded; another person, an approver or admin, has to approve. Your token: IDEMPOTENCY_TOKEN."""
     runtime = runtime_of(celery := application(app))
     person = authenticate(runtime, operators_token(), role="operator", action="discard", letter=_single(ids))
 
@@ -206,7 +206,7 @@ def approve_discards(
     app: AppOption = "",
     as_json: JsonOption = False,
 ) -> None:
-    """Discard what another operator has asked to discard. Needs the role admin. Your token: IDEMPOTENCY_TOKEN."""
+    """Discard what another operator has asked to discard. Needs the role approver or admin. Your token: IDEMPOTENCY_TOKEN."""
     celery = application(app)
     runtime = runtime_of(celery)
     person = authenticate(runtime, operators_token(), role="approver", action="approve", letter=_single(ids))
