@@ -10,12 +10,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import Any
+from urllib.parse import urlsplit
 from uuid import uuid4
 
 import amqp
 import pytest
 from sqlalchemy import text
-from sqlalchemy.exc import IntegrityError
+from sqlalchemy.engine import make_url
+from sqlalchemy.exc import IntegrityError, OperationalError
 
 from idempotency import streams
 from idempotency.application import close_runtime
@@ -31,6 +33,7 @@ from tests.streams.conftest import Make
 from tests.streams.test_letters import newest, waiting
 from tests.support import bank
 from tests.support.processes import eventually
+from tests.support.proxy import Proxy
 from tests.support.streaming import HANDLERS, NAME, Handler, RabbitBroker, Streaming, configure
 
 CHANGE = Change("ann", "proven", is_verified=True)
@@ -110,52 +113,6 @@ def test_an_event_that_cannot_be_copied_is_handled_together_and_fails_alone(rabb
     assert [status for _, status in rabbit.letters()] == ["open"] * 3
 
 
-def test_a_replayed_message_has_other_headers_than_the_one_that_failed(rabbit: Streaming) -> None:
-    """A datetime, a Decimal, or bytes within a table are their type's name in the letter."""
-    seen: list[Any] = []
-    told = threading.Event()
-
-    def handle(stream: Handling, event: Any) -> None:
-        seen.append((stream.message.header("at"), stream.message.header("table")))
-        if not told.is_set():
-            from idempotency import PermanentError
-
-            raise PermanentError("no", "no")
-
-    rabbit.broker.publish({"account": "a0"}, at=datetime(2026, 1, 1, tzinfo=UTC), table={"x": bytearray(b"\xff")})
-    with handled_by(rabbit, handle, f"s{uuid4().hex[:6]}"):
-        eventually(rabbit.letters)
-        first = seen[0]
-        told.set()
-        seen.clear()
-        replay(bank.app, newest(rabbit), CHANGE)
-        eventually(lambda: seen, timeout=15)
-    assert isinstance(first[0], datetime)
-    assert seen[0][0] == "<datetime>"
-
-
-@pytest.mark.parametrize("header", [{"utf-8": 5}, {"base64": "!"}])
-def test_a_letter_whose_message_has_such_a_header_can_never_be_run_again(
-    rabbit: Streaming, header: dict[str, Any]
-) -> None:
-    told = threading.Event()
-
-    def handle(stream: Handling, event: Any) -> None:
-        if not told.is_set():
-            from idempotency import PermanentError
-
-            raise PermanentError("no", "no")
-        insert(stream, event["account"])
-
-    rabbit.broker.publish({"account": "a0"}, about=header)
-    with handled_by(rabbit, handle, f"s{uuid4().hex[:6]}"):
-        eventually(rabbit.letters)
-        told.set()
-        replay(bank.app, newest(rabbit), CHANGE)
-        time.sleep(10)
-    assert rabbit.entries() == []
-    assert [status for _, status in rabbit.letters()] == ["replayed"]  # nothing is open any more, and nothing says why
-    assert rabbit.query("SELECT status FROM idempotency.records")[0].status == "released"
 
 
 def test_a_letter_is_replayed_into_nothing_after_the_key_was_changed(rabbit: Streaming) -> None:
@@ -230,20 +187,6 @@ def test_a_stream_that_moves_from_kafka_to_rabbitmq_skips_messages(make_streamin
         channel.queue_delete(topic)
 
 
-def test_two_streams_of_one_group_handle_half_of_the_messages_each(make_streaming: Make) -> None:
-    """Nothing refuses the group of another stream, and nothing says that half of the partitions is never read."""
-    streaming = make_streaming("kafka", partitions=2)
-    streaming.broker.publish_many(20)
-    source = streams.kafka(streaming.broker.topic, group="shared")
-    streaming.start(Handler(source, "one"), Handler(source, "two"))
-    sought = "SELECT consumer, partition, position FROM idempotency.stream_positions ORDER BY partition"
-    eventually(lambda: len(streaming.query(sought)) >= 2, what=streaming.logs())
-    time.sleep(8)
-    rows = [(row.consumer, row.partition) for row in streaming.query(sought) if row.position]
-    assert sorted(partition for _, partition in rows) == [0, 1]
-    assert sorted(consumer for consumer, _ in rows) == ["one", "two"]
-    assert streaming.stopped() == ""
-
 
 def test_the_default_groups_of_two_applications_may_be_one(make_streaming: Make) -> None:
     """`shop` with `eu.orders`, and `shop.eu` with `orders`: each handles half of the messages."""
@@ -311,7 +254,7 @@ def test_a_cancel_does_not_free_the_partition_that_waits(rabbit: Streaming) -> N
 
     def handle(stream: Handling, event: Any) -> None:
         if event["account"] == "a0":
-            raise Defer(250.0)
+            raise Defer(250.0, "later")
         insert(stream, event["account"])
 
     rabbit.broker.publish({"account": "a0"})
@@ -359,29 +302,6 @@ def test_one_partition_that_is_refused_stops_the_others(make_streaming: Make) ->
     assert streaming.stopped() == ""
 
 
-def test_each_seek_from_an_idle_process_leaves_a_channel_behind(rabbit: Streaming) -> None:
-    """The next look takes the partition again before the loop says that it was lost, and subscribes beside the old one."""
-    rabbit.environment["LEASE"] = "1.5"
-    seen: list[int] = []
-
-    def handle(stream: Handling, event: Any) -> None:
-        seen.append(stream.message.offset)
-
-    name = f"s{uuid4().hex[:6]}"
-    rabbit.broker.publish_many(3)
-    with handled_by(rabbit, handle, name) as consumer:
-        rabbit.wait_until_handled()
-        reader: Any = consumer._reader
-        before = len(reader._broker.connection.channels)
-        for _ in range(6):
-            (row,) = rabbit.query("SELECT fence FROM idempotency.stream_positions")
-            seek_stream(bank.app, name, rabbit.broker.topic, 0, 3, CHANGE, take=True)
-            eventually(lambda: rabbit.query("SELECT owner FROM idempotency.stream_positions")[0].owner, timeout=10)
-            time.sleep(1.5)
-        after = len(reader._broker.connection.channels)
-    print(before, after)
-    assert after >= before + 4
-
 
 def test_a_partition_that_waits_for_a_letter_does_not_notice_that_messages_are_gone(make_streaming: Make) -> None:
     """Kafka says it once, and it is not kept of a partition that has stopped for another reason: afterwards it stands still."""
@@ -411,46 +331,155 @@ def test_a_partition_that_waits_for_a_letter_does_not_notice_that_messages_are_g
     assert streaming.stopped() == ""  # nothing says that 38 messages are gone, nor that none is read any more
 
 
+def test_a_replayed_message_has_other_headers_than_the_one_that_failed(rabbit: Streaming) -> None:
+    """A datetime, which RabbitMQ's headers may have, is the name of its type in the letter."""
+    from idempotency import PermanentError
+
+    seen: list[Any] = []
+    told = threading.Event()
+
+    def handle(stream: Handling, event: Any) -> None:
+        seen.append(stream.message.header("at"))
+        if not told.is_set():
+            raise PermanentError("no", "no")
+
+    rabbit.broker.publish({"account": "a0"}, at=datetime(2026, 1, 1))
+    with handled_by(rabbit, handle, f"s{uuid4().hex[:6]}"):
+        eventually(rabbit.letters)
+        first = seen[0]
+        told.set()
+        seen.clear()
+        replay(bank.app, newest(rabbit), CHANGE)
+        eventually(lambda: seen, timeout=15)
+    assert isinstance(first, datetime), first
+    assert seen[0] == "<datetime>"
+
+
+def test_two_streams_of_one_group_handle_half_of_the_messages_each(make_streaming: Make) -> None:
+    """Nothing refuses the group of another stream, and nothing says that half of the partitions is never read."""
+    streaming = make_streaming("kafka", partitions=2)
+    source = streams.kafka(streaming.broker.topic, group="shared")
+    streaming.start(Handler(source, "one"), Handler(source, "two"))
+    sought = "SELECT consumer, partition FROM idempotency.stream_positions WHERE owner IS NOT NULL ORDER BY partition"
+    eventually(lambda: {row.consumer for row in streaming.query(sought)} == {"one", "two"}, what=streaming.logs())
+    time.sleep(5)
+    streaming.broker.publish_many(20)
+    time.sleep(8)
+    assert len(streaming.entries()) == 20  # each stream should have handled each: forty rows
+    assert streaming.stopped() == ""
+
+
 def test_beside_older_code_with_fewer_partitions_one_has_no_owner(make_streaming: Make) -> None:
-    """Each version divides what it knows: three among two, and four among two, leave one of four for nobody."""
+    """Each version divides what it knows: the new one takes two of four, the old one its one of three."""
     streaming = make_streaming("rabbitmq", partitions=4)
-    old = Handler(streams.rabbitmq_stream(streaming.broker.topic, partitions=3))
-    one = two = None
-    for _ in range(8):  # which of the two is first in their list is by their names
-        one = streaming.start(old)
-        eventually(lambda: len(streaming.owners()) == 3 and None not in streaming.owners().values(), what=streaming.logs())
-        two = streaming.start()
-        time.sleep(6)
-        if len([each for each in streaming.owners().values() if each]) < 4:
-            break
-        one.end()
-        two.end()
+    streaming.start()
+    eventually(lambda: [each is not None for each in streaming.owners().values()] == [True] * 4, what=streaming.logs())
+    streaming.start(Handler(streams.rabbitmq_stream(streaming.broker.topic, partitions=3)))
+    time.sleep(6)
     streaming.broker.publish_many(40, first=100)
-    time.sleep(10)
-    owned = [number for number, owner in streaming.owners().items() if owner]
+    time.sleep(12)
     print(streaming.owners(), streaming.positions())
-    assert len(owned) == 3
+    assert sorted(owner is None for owner in streaming.owners().values()) == [False, False, False, True]
+    assert len(streaming.entries()) == 30
 
 
-def test_a_handler_that_commits_by_itself_doubles(rabbit: Streaming) -> None:
+@pytest.mark.parametrize("on_failure", ["continue", "stop"])
+def test_a_refused_message_of_a_stream_made_anew_has_no_letter(rabbit: Streaming, on_failure: str) -> None:
+    """A letter is known by topic, partition and offset: what was there before stands for what is there now."""
+    rabbit.broker.publish(b"the first that cannot be decoded")
+    rabbit.broker.publish({"account": "a0"})
+    process = rabbit.start()
+    rabbit.wait_until_handled()
+    assert process.end() == 0
+    from tests.streams.test_letters import discard
+
+    if on_failure == "stop":
+        discard(rabbit, newest(rabbit))
+    rabbit.broker.make_anew()
+    rabbit.broker.publish(b"another one, which no letter has")
+    rabbit.broker.publish({"account": "a1"})
+    configure(rabbit.environment)
+    rabbit.handler().declared()
+    seek_stream(bank.app, NAME, rabbit.broker.topic, 0, 0, CHANGE)
+    rabbit.start(on_failure=on_failure)
+    eventually(lambda: rabbit.entries() == ["a0", "a1"], what=rabbit.logs())
+    assert len(rabbit.letters()) == 1
+    (row,) = rabbit.query("SELECT headers FROM idempotency.dead_letters")
+    assert "another one" not in row.headers
+    assert rabbit.stopped() == ""
+
+
+def test_a_process_ends_when_postgres_and_the_broker_are_away_at_once(rabbit: Streaming) -> None:
+    """What the broker's absence raises while it waits for Postgres is caught by no one."""
+    url = make_url(rabbit.environment["DATABASE_URL"])
+    broker = urlsplit(rabbit.environment["BROKER_URL"])
+    assert url.host
+    assert url.port
+    assert broker.hostname
+    with Proxy(url.host, url.port) as postgres, Proxy(broker.hostname, broker.port or 5672) as rabbitmq:
+        through = url.set(host="127.0.0.1", port=postgres.port)
+        rabbit.environment["DATABASE_URL"] = through.render_as_string(hide_password=False)
+        netloc = f"{broker.netloc.rpartition('@')[0]}@127.0.0.1:{rabbitmq.port}"
+        rabbit.environment["BROKER_URL"] = broker._replace(netloc=netloc).geturl()
+        rabbit.broker.publish_many(5)
+        process = rabbit.start()
+        rabbit.wait_until_handled()
+        postgres.refuse()
+        postgres.reset()
+        eventually(lambda: "postgres_unavailable" in process.log, what=process.log)
+        rabbitmq.refuse()
+        rabbitmq.reset()
+        eventually(lambda: process.has_ended, what=process.log, timeout=30)
+        assert "stream_ended" in process.log
+        assert process.status != 0
+
+
+def test_a_handler_that_loses_its_transaction_at_the_end_is_run_for_ever(rabbit: Streaming) -> None:
+    """As one that calls a slow server, where Postgres ends idle transactions: no attempt is counted, and no letter comes."""
+    ran: list[int] = []
+
     def handle(stream: Handling, event: Any) -> None:
         insert(stream, event["account"])
-        stream.session.execute(text("COMMIT"))
-        if event["account"] == "a1" and len(rabbit.entries()) < 4:
-            raise ValueError("once")
+        if event["account"] == "slow":
+            ran.append(stream.message.offset)
+            time.sleep(1.0)
 
-    rabbit.broker.publish({"account": "a0"})
+    database = make_url(rabbit.environment["DATABASE_URL"]).database
+    with rabbit.engine.connect() as connection:
+        connection.execute(text(f"ALTER DATABASE {database} SET idle_in_transaction_session_timeout = '300ms'"))
+    rabbit.broker.publish({"account": "slow"})
     rabbit.broker.publish({"account": "a1"})
-    with handled_by(rabbit, handle, f"s{uuid4().hex[:6]}", max_attempts=3):
-        rabbit.wait_until_handled()
-    print(rabbit.entries(), rabbit.letters())
-    assert len(rabbit.entries()) > 2
+    with handled_by(rabbit, handle, f"s{uuid4().hex[:6]}", max_attempts=2):
+        time.sleep(30)
+    print(ran, rabbit.entries(), rabbit.letters(), rabbit.positions())
+    assert len(ran) > 3
+    assert rabbit.letters() == []
+    assert rabbit.query("SELECT FROM idempotency.records") == []
+    assert rabbit.positions() == {0: 0}
 
 
-def test_a_publisher_can_say_which_offset_its_message_has(rabbit: Streaming) -> None:
-    rabbit.broker.publish({"account": "a0"}, x_stream_offset=1000)
-    rabbit.broker.publish({"account": "a1"})
-    rabbit.start()
-    time.sleep(8)
-    print(rabbit.entries(), rabbit.positions(), rabbit.stopped())
-    assert rabbit.positions() != {0: 2}
+def test_a_missing_stream_is_never_read_if_postgres_was_away_when_that_was_found(
+    rabbit: Streaming, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The partition stays held, without a subscription and without a word."""
+    from idempotency.store import streams as store
+
+    stop, failed = store.stop, []
+
+    def away(*args: Any) -> None:
+        if not failed:
+            failed.append(args)
+            raise OperationalError("UPDATE", {}, Exception("the connection is gone"), connection_invalidated=True)
+        stop(*args)
+
+    monkeypatch.setattr(store, "stop", away)
+    assert isinstance(rabbit.broker, RabbitBroker)
+    rabbit.broker._channel.queue_delete(f"{rabbit.broker.topic}-0")
+    with handled_by(rabbit, lambda stream, event: insert(stream, event["account"]), f"s{uuid4().hex[:6]}"):
+        eventually(lambda: failed)
+        rabbit.broker._declare()
+        rabbit.broker.publish_many(3)
+        time.sleep(20)
+        assert rabbit.entries() == []
+        assert rabbit.stopped() == ""
+        assert rabbit.owners()[0] is not None
