@@ -10,6 +10,7 @@ from celery.exceptions import Retry
 
 from idempotency import DeduplicatedTask, PermanentError
 from idempotency.errors import AttemptsExhausted
+from idempotency.worker.store_runtimes import close_store_runtimes
 from tests.stores.test_tasks import ageing, copies, deliver, id_of, make, new_key, ours, shop, store_of  # noqa: F401
 
 
@@ -45,3 +46,25 @@ def test_an_error_that_is_longer_than_an_item_is_never_recorded_and_the_body_run
     assert "ValidationException" in str(seen[0].exc)
     assert len(ran) == 3
     assert isinstance(seen[-1], AttemptsExhausted)
+
+
+def test_a_renamed_application_runs_again_what_it_has_done(
+    shop: Celery,  # noqa: F811
+    deliver: Any,  # noqa: F811
+) -> None:
+    """A record is known by the application's name, and no command moves it, nor does a page say so."""
+    ran: list[str] = []
+
+    def body(self: DeduplicatedTask, account: str) -> str:
+        ran.append(self.outside_key)
+        return account
+
+    key = new_key()
+    task = make(shop, body, key="{account}")
+    assert deliver(task, key).state == "SUCCESS"
+    assert deliver(task, key).state == "SUCCESS"
+    assert len(ran) == 1
+    shop.conf.idempotency_service = "renamed"
+    close_store_runtimes(shop)
+    assert deliver(task, key).state == "SUCCESS"
+    assert len(ran) == 2

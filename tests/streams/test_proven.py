@@ -486,3 +486,44 @@ def test_a_missing_stream_is_never_read_if_postgres_was_away_when_that_was_found
         assert rabbit.entries() == []
         assert rabbit.stopped() == ""
         assert rabbit.owners()[0] is not None
+
+
+def test_many_replays_hold_up_every_partition(rabbit: Streaming) -> None:
+    """They are run one after the other by the thread that handles the stream: fifty of them before its next turn."""
+    from idempotency import PermanentError
+
+    told = threading.Event()
+
+    def handle(stream: Handling, event: Any) -> None:
+        if event["account"].startswith("bad"):
+            if not told.is_set():
+                raise PermanentError("no", "no")
+            time.sleep(2.0)
+        insert(stream, event["account"])
+
+    for number in range(10):
+        rabbit.broker.publish({"account": f"bad{number}"})
+    with handled_by(rabbit, handle, f"s{uuid4().hex[:6]}"):
+        eventually(lambda: len(rabbit.letters()) == 10)
+        told.set()
+        for row in rabbit.query("SELECT id FROM idempotency.dead_letters"):
+            replay(bank.app, row.id, CHANGE)
+        eventually(rabbit.entries, timeout=15)
+        rabbit.broker.publish({"account": "good"})
+        time.sleep(10)
+        before = rabbit.entries()
+        eventually(lambda: "good" in rabbit.entries(), timeout=40)
+    assert len(before) > 3
+    assert "good" not in before
+
+
+def test_each_tombstone_of_a_compacted_topic_is_a_dead_letter(make_streaming: Make) -> None:
+    """A message without a value, which says that a key is deleted, is decoded as if it were empty text."""
+    streaming = make_streaming("kafka")
+    streaming.broker.publish({"account": "a0"})
+    streaming.broker.cluster._producer.produce(streaming.broker.topic, None, b"a0", partition=0)
+    streaming.broker.publish({"account": "a1"})
+    streaming.broker.flush()
+    streaming.start(on_failure="stop")
+    streaming.wait_until_stopped("offset 1 is refused as undecodable")
+    assert streaming.entries() == ["a0"]
