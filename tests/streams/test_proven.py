@@ -527,3 +527,57 @@ def test_each_tombstone_of_a_compacted_topic_is_a_dead_letter(make_streaming: Ma
     streaming.start(on_failure="stop")
     streaming.wait_until_stopped("offset 1 is refused as undecodable")
     assert streaming.entries() == ["a0"]
+
+
+@pytest.mark.parametrize("where", ["on_failed", "key"])
+def test_an_exit_beside_the_handler_ends_each_process_and_is_never_counted(rabbit: Streaming, where: str) -> None:
+    """`sys.exit` in a handler is an error as any other; in its `on_failed`, or the function for its key, it is not."""
+    import sys
+
+    from idempotency import PermanentError
+
+    def handle(stream: Handling, event: Any) -> None:
+        raise PermanentError("no", "no")
+
+    def exits(*_: Any) -> Any:
+        sys.exit("told to")
+
+    options: dict[str, Any] = {"max_attempts": 2, where: exits}
+    HANDLERS["proven"] = handle
+    rabbit.environment["LEASE"] = "1"
+    configure(rabbit.environment)
+    rabbit.broker.publish({"account": "a0"})
+    stream = Handler(rabbit.broker.source(), f"s{uuid4().hex[:6]}", "proven", options).declared()
+    runtime = rabbit.runtime
+    ended: list[BaseException] = []
+    for _ in range(4):
+        stop = threading.Event()
+        consumer = Consumer(runtime, stream, lambda held: make_reader(bank.app, runtime, stream, None, held), stop)
+
+        def run(consumer: Consumer = consumer) -> None:
+            try:
+                consumer.run()
+            except BaseException as error:
+                ended.append(error)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join(8)
+        stop.set()
+        thread.join(15)
+    print(ended, rabbit.letters(), rabbit.positions())
+    print(rabbit.query("SELECT key, status, attempts FROM idempotency.records"))
+    assert [type(each) for each in ended] == [SystemExit] * 4
+    assert rabbit.letters() == []
+    assert rabbit.positions() == {0: 0}
+
+
+def test_a_missing_stream_is_said_again_at_every_look(rabbit: Streaming) -> None:
+    """It is taken, stopped and given back each time: a line of ERROR, three of INFO and a fence, for as long as it is missing."""
+    assert isinstance(rabbit.broker, RabbitBroker)
+    rabbit.broker._channel.queue_delete(f"{rabbit.broker.topic}-0")
+    process = rabbit.start()
+    rabbit.wait_until_stopped("RabbitMQ has no stream")
+    time.sleep(8)
+    assert process.log.count("stream_stopped") > 10
+    rabbit.broker._declare()
