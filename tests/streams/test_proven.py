@@ -581,3 +581,27 @@ def test_a_missing_stream_is_said_again_at_every_look(rabbit: Streaming) -> None
     time.sleep(8)
     assert process.log.count("stream_stopped") > 10
     rabbit.broker._declare()
+
+
+def test_a_message_that_loses_its_transaction_keeps_all_other_partitions_from_being_handled(make_streaming: Make) -> None:
+    """Its error ends the turn before the others have theirs, each time anew."""
+    streaming = make_streaming("rabbitmq", partitions=2)
+
+    def handle(stream: Handling, event: Any) -> None:
+        insert(stream, event["account"])
+        if event["account"] == "slow":
+            backend = stream.session.execute(text("SELECT pg_backend_pid()")).scalar_one()
+            with streaming.engine.connect() as another:
+                another.execute(text(f"SELECT pg_terminate_backend({backend}, 2000)"))
+
+    streaming.broker.publish({"account": "slow"}, 0)
+    with handled_by(streaming, handle, f"s{uuid4().hex[:6]}", max_attempts=2):
+        eventually(lambda: streaming.positions() == {0: 0, 1: None})
+        time.sleep(3)
+        for number in range(3):
+            streaming.broker.publish({"account": f"b{number}"}, 1)
+        time.sleep(35)
+    print(streaming.positions(), streaming.entries(), streaming.stopped())
+    assert streaming.entries() == []
+    assert streaming.letters() == []
+    assert streaming.stopped() == ""
