@@ -1,0 +1,607 @@
+"""What goes wrong in streams today: each test passes while its fault is there."""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from typing import Any
+from urllib.parse import urlsplit
+from uuid import uuid4
+
+import amqp
+import pytest
+from sqlalchemy import text
+from sqlalchemy.engine import make_url
+from sqlalchemy.exc import IntegrityError, OperationalError
+
+from idempotency import streams
+from idempotency.application import close_runtime
+from idempotency.operate.cancel import cancel
+from idempotency.operate.change import Change
+from idempotency.operate.rename import rename_service
+from idempotency.operate.replay import replay
+from idempotency.operate.seek import seek_stream
+from idempotency.streams import Handling
+from idempotency.streams.consumer import Consumer
+from idempotency.streams.process import make_reader
+from tests.streams.conftest import Make
+from tests.streams.test_letters import newest, waiting
+from tests.support import bank
+from tests.support.processes import eventually
+from tests.support.proxy import Proxy
+from tests.support.streaming import HANDLERS, NAME, Handler, RabbitBroker, Streaming, configure
+
+CHANGE = Change("ann", "proven", is_verified=True)
+
+
+@contextmanager
+def handled_by(
+    streaming: Streaming, fn: Callable[[Handling, Any], Any], name: str, source: Any = None, **options: Any
+) -> Iterator[Consumer]:
+    """While entered, a thread of this process handles the stream with this handler."""
+    HANDLERS["proven"] = fn
+    configure(streaming.environment)
+    stream = Handler(source or streaming.broker.source(), name, "proven", options).declared()
+    runtime, stop = streaming.runtime, threading.Event()
+    consumer = Consumer(runtime, stream, lambda held: make_reader(bank.app, runtime, stream, None, held), stop)
+    thread = threading.Thread(target=consumer.run)
+    thread.start()
+    try:
+        yield consumer
+    finally:
+        stop.set()
+        thread.join(20)
+
+
+def silent_owner(streaming: Streaming) -> None:
+    """As a process leaves it that has died."""
+    with streaming.engine.connect() as connection:
+        connection.execute(
+            text(
+                "UPDATE idempotency.stream_positions SET owner = 'gone|b|n|7|1', "
+                "locked_until = clock_timestamp() - interval '1 second'"
+            )
+        )
+
+
+def insert(stream: Handling, account: str) -> None:
+    stream.session.execute(bank.INSERT, {"account": account, "amount": stream.message.offset})
+
+
+# ------------------------------------------------------------ messages and letters
+
+
+def test_a_message_of_rabbitmq_never_has_its_timestamp(rabbit: Streaming) -> None:
+    """py-amqp leaves the property as a number; the reader looks for a datetime."""
+    assert isinstance(rabbit.broker, RabbitBroker)
+    seen: list[Any] = []
+    rabbit.broker._channel.basic_publish(
+        amqp.Message(b'{"account": "a0"}', timestamp=int(time.time())), routing_key=f"{rabbit.broker.topic}-0"
+    )
+
+    def handle(stream: Handling, event: Any) -> None:
+        seen.append(stream.message.timestamp)
+
+    with handled_by(rabbit, handle, f"s{uuid4().hex[:6]}"):
+        eventually(lambda: seen)
+    assert seen == [None]
+
+
+def test_an_event_that_cannot_be_copied_is_handled_together_and_fails_alone(rabbit: Streaming) -> None:
+    """So after any death of a process, up to a batch of good messages end as dead letters."""
+
+    def handle(stream: Handling, event: Any) -> None:
+        insert(stream, json.loads(bytes(event))["account"])
+
+    name = f"s{uuid4().hex[:6]}"
+    for number in range(3):
+        rabbit.broker.publish({"account": f"a{number}"}, idempotency_key=f"a{number}")
+    with handled_by(rabbit, handle, name, key=None, decode=memoryview, max_attempts=2):
+        rabbit.wait_until_handled()
+    assert rabbit.entries() == ["a0", "a1", "a2"]
+    silent_owner(rabbit)
+    for number in range(3, 6):
+        rabbit.broker.publish({"account": f"a{number}"}, idempotency_key=f"a{number}")
+    with handled_by(rabbit, handle, name, key=None, decode=memoryview, max_attempts=2):
+        rabbit.wait_until_handled()
+    assert rabbit.entries() == ["a0", "a1", "a2"]
+    assert [status for _, status in rabbit.letters()] == ["open"] * 3
+
+
+
+
+def test_a_letter_is_replayed_into_nothing_after_the_key_was_changed(rabbit: Streaming) -> None:
+    """A deploy with another key=: the replay is accepted, the letter closed, and no one runs it, nor says so but in a log."""
+    told = threading.Event()
+
+    def handle(stream: Handling, event: Any) -> None:
+        if not told.is_set():
+            from idempotency import PermanentError
+
+            raise PermanentError("no", "no")
+        insert(stream, event["account"])
+
+    name = f"s{uuid4().hex[:6]}"
+    rabbit.broker.publish({"account": "a0", "tenant": "t"})
+    with handled_by(rabbit, handle, name):
+        eventually(rabbit.letters)
+    told.set()
+    with handled_by(rabbit, handle, name, key="v2-{event[account]}"):
+        replay(bank.app, newest(rabbit), CHANGE)
+        time.sleep(10)
+    assert rabbit.entries() == []
+    assert [status for _, status in rabbit.letters()] == ["replayed"]
+    assert rabbit.stopped() == ""
+
+
+# ------------------------------------------------------------ where a position is believed to belong
+
+
+def test_a_plain_stream_that_becomes_a_super_stream_skips_messages(make_streaming: Make) -> None:
+    """The position of `orders` is taken for that of `orders-0`: they have one topic and one number."""
+    streaming = make_streaming("rabbitmq", partitions=2)
+    assert isinstance(streaming.broker, RabbitBroker)
+    channel, topic = streaming.broker._channel, streaming.broker.topic
+    channel.queue_declare(topic, durable=True, auto_delete=False, arguments={"x-queue-type": "stream"})
+    try:
+        for number in range(10):
+            channel.basic_publish(amqp.Message(json.dumps({"account": f"old{number}"}).encode()), routing_key=topic)
+        process = streaming.start(Handler(streams.rabbitmq_stream(topic)))
+        eventually(lambda: streaming.positions() == {0: 10}, what=streaming.logs())
+        assert process.end() == 0
+        for number in range(20):
+            streaming.broker.publish({"account": f"new{number}"}, 0)
+        process = streaming.start()
+        eventually(lambda: streaming.positions().get(0) == 20, what=streaming.logs())
+        process.end()
+        assert [each for each in streaming.entries() if each.startswith("new")] == [f"new{n}" for n in range(10, 20)]
+        assert streaming.stopped() == ""
+    finally:
+        channel.queue_delete(topic)
+
+
+def test_a_stream_that_moves_from_kafka_to_rabbitmq_skips_messages(make_streaming: Make) -> None:
+    kafka = make_streaming("kafka")
+    rabbit = make_streaming("rabbitmq")
+    kafka.broker.publish_many(10)
+    process = kafka.start()
+    kafka.wait_until_handled()
+    assert process.end() == 0
+    # the same topic, with the other broker
+    assert isinstance(rabbit.broker, RabbitBroker)
+    channel, topic = rabbit.broker._channel, kafka.broker.topic
+    channel.queue_declare(topic, durable=True, auto_delete=False, arguments={"x-queue-type": "stream"})
+    try:
+        for number in range(20):
+            channel.basic_publish(amqp.Message(json.dumps({"account": f"new{number}"}).encode()), routing_key=topic)
+        process = rabbit.start(Handler(streams.rabbitmq_stream(topic)))
+        eventually(lambda: rabbit.positions() == {0: 20}, what=rabbit.logs())
+        process.end()
+        assert [each for each in rabbit.entries() if each.startswith("new")] == [f"new{n}" for n in range(10, 20)]
+    finally:
+        channel.queue_delete(topic)
+
+
+
+def test_the_default_groups_of_two_applications_may_be_one(make_streaming: Make) -> None:
+    """`shop` with `eu.orders`, and `shop.eu` with `orders`: each handles half of the messages."""
+    streaming = make_streaming("kafka", partitions=2)
+    streaming.broker.publish_many(20)
+    source = streams.kafka(streaming.broker.topic)
+    streaming.environment["SERVICE"] = "shop"
+    streaming.start(Handler(source, "eu.orders"))
+    streaming.environment["SERVICE"] = "shop.eu"
+    streaming.start(Handler(source, "orders"))
+    sought = "SELECT service, consumer, partition, owner, position FROM idempotency.stream_positions ORDER BY partition"
+    eventually(lambda: len(streaming.query(sought)) >= 2, what=streaming.logs())
+    time.sleep(8)
+    streaming.broker.publish_many(20, first=100)
+    time.sleep(5)
+    rows = streaming.query("SELECT account FROM entries WHERE account LIKE 'a1__'")
+    assert len(rows) == 20  # both applications should have handled each: forty rows
+
+
+# ------------------------------------------------------------ renamed
+
+
+def test_an_application_cannot_be_renamed_once_a_process_has_run_under_the_new_name(rabbit: Streaming) -> None:
+    """The records are under the new name by then, and the positions never can be: all is handled from the beginning."""
+    rabbit.broker.publish_many(10)
+    process = rabbit.start()
+    rabbit.wait_until_handled()
+    assert process.end() == 0
+    rabbit.environment["SERVICE"] = "ledger"
+    process = rabbit.start()
+    eventually(lambda: len(rabbit.query("SELECT FROM idempotency.stream_positions")) == 2, what=rabbit.logs())
+    process.end()
+    configure(rabbit.environment)
+    close_runtime(bank.app)
+    with pytest.raises(IntegrityError):
+        rename_service(bank.app, "bank", "ledger", CHANGE)
+    with pytest.raises(IntegrityError):  # and again
+        rename_service(bank.app, "bank", "ledger", CHANGE)
+    rows = rabbit.query("SELECT service, count(*) AS many FROM idempotency.records GROUP BY service")
+    assert [row.service for row in rows] == ["ledger"]
+
+
+def test_a_renamed_application_stores_a_refused_message_twice(rabbit: Streaming) -> None:
+    """The letter's digest has the application's name in it."""
+    rabbit.broker.publish({"amount": 1})
+    rabbit.broker.publish({"account": "a0"})
+    process = rabbit.start(on_failure="stop")
+    rabbit.wait_until_stopped("offset 0 is refused")
+    assert process.end() == 0
+    rabbit.environment["SERVICE"] = "ledger"
+    configure(rabbit.environment)
+    close_runtime(bank.app)
+    rename_service(bank.app, "bank", "ledger", CHANGE)
+    rabbit.start(on_failure="stop")
+    eventually(lambda: len(rabbit.letters()) == 2, what=rabbit.logs())
+    assert rabbit.letters() == [("missing_key", "open")] * 2
+
+
+# ------------------------------------------------------------ after a person's command, a pause, a refusal
+
+
+def test_a_cancel_does_not_free_the_partition_that_waits(rabbit: Streaming) -> None:
+    """The process waits for the next attempt without looking again; its pause may be minutes, or what a Defer says."""
+    from idempotency import Defer
+
+    def handle(stream: Handling, event: Any) -> None:
+        if event["account"] == "a0":
+            raise Defer(250.0, "later")
+        insert(stream, event["account"])
+
+    rabbit.broker.publish({"account": "a0"})
+    rabbit.broker.publish({"account": "a1"})
+    HANDLERS["proven"] = handle
+    name = f"s{uuid4().hex[:6]}"
+    with handled_by(rabbit, handle, name):
+        sought = "SELECT fence, key FROM idempotency.records WHERE status = 'released'"
+        (row,) = eventually(lambda: rabbit.query(sought), timeout=8)
+        from idempotency.operate.change import Shown
+        from idempotency.wire.keys import OperationId
+
+        cancel(bank.app, Shown(OperationId("default", f"stream.{name}", "a0"), "released", row.fence), CHANGE)
+        time.sleep(12)
+        assert rabbit.entries() == []
+        assert rabbit.positions() == {0: 0}
+
+
+def test_a_stream_that_was_made_later_is_still_said_to_be_missing(rabbit: Streaming) -> None:
+    """A false alarm until the next message comes, if one ever does."""
+    assert isinstance(rabbit.broker, RabbitBroker)
+    rabbit.broker._channel.queue_delete(f"{rabbit.broker.topic}-0")
+    process = rabbit.start()
+    rabbit.wait_until_stopped("RabbitMQ has no stream")
+    rabbit.broker._declare()
+    eventually(lambda: rabbit.owners()[0] is not None, what=process.log)
+    time.sleep(6)
+    assert "RabbitMQ has no stream" in rabbit.stopped()
+    assert process.log.count("stream_stopped") >= 1
+
+
+def test_one_partition_that_is_refused_stops_the_others(make_streaming: Make) -> None:
+    streaming = make_streaming("rabbitmq", partitions=2)
+    assert isinstance(streaming.broker, RabbitBroker)
+    channel, topic = streaming.broker._channel, streaming.broker.topic
+    channel.queue_delete(f"{topic}-1")
+    channel.queue_declare(f"{topic}-1", durable=True, auto_delete=False, arguments={"x-queue-type": "quorum"})
+    for number in range(5):
+        streaming.broker.publish({"account": f"a{number}"}, 0)
+    process = streaming.start()
+    eventually(lambda: "stream_broker_unavailable" in process.log, what=process.log)
+    time.sleep(8)
+    print(process.log[-3000:])
+    assert streaming.entries() == []
+    assert streaming.stopped() == ""
+
+
+
+def test_a_partition_that_waits_for_a_letter_does_not_notice_that_messages_are_gone(make_streaming: Make) -> None:
+    """Kafka says it once, and it is not kept of a partition that has stopped for another reason: afterwards it stands still."""
+    streaming = make_streaming("kafka")
+    source = streams.kafka(
+        streaming.broker.topic, group=streaming.broker.topic, options={"session.timeout.ms": "60000"}
+    )
+    streaming.environment["LEASE"] = "60"
+    streaming.broker.publish({"account": "bad", "how": "permanent unless told"})
+    streaming.broker.publish({"account": "a1"})
+    streaming.broker.flush()
+    process = streaming.start(Handler(source, options={"on_failure": "stop"}))
+    streaming.wait_until_stopped("offset 0 has failed")
+    process.signal(signal.SIGSTOP)
+    time.sleep(2.0)  # the fetch that is under way is answered
+    streaming.broker.publish_many(50, first=100)
+    streaming.broker.cluster.delete_before(streaming.broker.topic, 0, 40)
+    process.signal(signal.SIGCONT)
+    time.sleep(5)
+    (streaming.directory / "told").touch()
+    configure(streaming.environment)
+    replay(bank.app, newest(streaming), CHANGE)
+    eventually(lambda: streaming.positions() == {0: 2}, what=process.log)
+    time.sleep(10)
+    print(process.log[-2000:])
+    assert streaming.positions() == {0: 2}
+    assert streaming.stopped() == ""  # nothing says that 38 messages are gone, nor that none is read any more
+
+
+def test_a_replayed_message_has_other_headers_than_the_one_that_failed(rabbit: Streaming) -> None:
+    """A datetime, which RabbitMQ's headers may have, is the name of its type in the letter."""
+    from idempotency import PermanentError
+
+    seen: list[Any] = []
+    told = threading.Event()
+
+    def handle(stream: Handling, event: Any) -> None:
+        seen.append(stream.message.header("at"))
+        if not told.is_set():
+            raise PermanentError("no", "no")
+
+    rabbit.broker.publish({"account": "a0"}, at=datetime(2026, 1, 1))
+    with handled_by(rabbit, handle, f"s{uuid4().hex[:6]}"):
+        eventually(rabbit.letters)
+        first = seen[0]
+        told.set()
+        seen.clear()
+        replay(bank.app, newest(rabbit), CHANGE)
+        eventually(lambda: seen, timeout=15)
+    assert isinstance(first, datetime), first
+    assert seen[0] == "<datetime>"
+
+
+def test_two_streams_of_one_group_handle_half_of_the_messages_each(make_streaming: Make) -> None:
+    """Nothing refuses the group of another stream, and nothing says that half of the partitions is never read."""
+    streaming = make_streaming("kafka", partitions=2)
+    source = streams.kafka(streaming.broker.topic, group="shared")
+    streaming.start(Handler(source, "one"), Handler(source, "two"))
+    sought = "SELECT consumer, partition FROM idempotency.stream_positions WHERE owner IS NOT NULL ORDER BY partition"
+    eventually(lambda: {row.consumer for row in streaming.query(sought)} == {"one", "two"}, what=streaming.logs())
+    time.sleep(5)
+    streaming.broker.publish_many(20)
+    time.sleep(8)
+    assert len(streaming.entries()) == 20  # each stream should have handled each: forty rows
+    assert streaming.stopped() == ""
+
+
+def test_beside_older_code_with_fewer_partitions_one_has_no_owner(make_streaming: Make) -> None:
+    """Each version divides what it knows: the new one takes two of four, the old one its one of three."""
+    streaming = make_streaming("rabbitmq", partitions=4)
+    streaming.start()
+    eventually(lambda: [each is not None for each in streaming.owners().values()] == [True] * 4, what=streaming.logs())
+    streaming.start(Handler(streams.rabbitmq_stream(streaming.broker.topic, partitions=3)))
+    time.sleep(6)
+    streaming.broker.publish_many(40, first=100)
+    time.sleep(12)
+    print(streaming.owners(), streaming.positions())
+    assert sorted(owner is None for owner in streaming.owners().values()) == [False, False, False, True]
+    assert len(streaming.entries()) == 30
+
+
+@pytest.mark.parametrize("on_failure", ["continue", "stop"])
+def test_a_refused_message_of_a_stream_made_anew_has_no_letter(rabbit: Streaming, on_failure: str) -> None:
+    """A letter is known by topic, partition and offset: what was there before stands for what is there now."""
+    rabbit.broker.publish(b"the first that cannot be decoded")
+    rabbit.broker.publish({"account": "a0"})
+    process = rabbit.start()
+    rabbit.wait_until_handled()
+    assert process.end() == 0
+    from tests.streams.test_letters import discard
+
+    if on_failure == "stop":
+        discard(rabbit, newest(rabbit))
+    rabbit.broker.make_anew()
+    rabbit.broker.publish(b"another one, which no letter has")
+    rabbit.broker.publish({"account": "a1"})
+    configure(rabbit.environment)
+    rabbit.handler().declared()
+    seek_stream(bank.app, NAME, rabbit.broker.topic, 0, 0, CHANGE)
+    rabbit.start(on_failure=on_failure)
+    eventually(lambda: rabbit.entries() == ["a0", "a1"], what=rabbit.logs())
+    assert len(rabbit.letters()) == 1
+    (row,) = rabbit.query("SELECT headers FROM idempotency.dead_letters")
+    assert "another one" not in row.headers
+    assert rabbit.stopped() == ""
+
+
+def test_a_process_ends_when_postgres_and_the_broker_are_away_at_once(rabbit: Streaming) -> None:
+    """What the broker's absence raises while it waits for Postgres is caught by no one."""
+    url = make_url(rabbit.environment["DATABASE_URL"])
+    broker = urlsplit(rabbit.environment["BROKER_URL"])
+    assert url.host
+    assert url.port
+    assert broker.hostname
+    with Proxy(url.host, url.port) as postgres, Proxy(broker.hostname, broker.port or 5672) as rabbitmq:
+        through = url.set(host="127.0.0.1", port=postgres.port)
+        rabbit.environment["DATABASE_URL"] = through.render_as_string(hide_password=False)
+        netloc = f"{broker.netloc.rpartition('@')[0]}@127.0.0.1:{rabbitmq.port}"
+        rabbit.environment["BROKER_URL"] = broker._replace(netloc=netloc).geturl()
+        rabbit.broker.publish_many(5)
+        process = rabbit.start()
+        rabbit.wait_until_handled()
+        postgres.refuse()
+        postgres.reset()
+        eventually(lambda: "postgres_unavailable" in process.log, what=process.log)
+        rabbitmq.refuse()
+        rabbitmq.reset()
+        eventually(lambda: process.has_ended, what=process.log, timeout=30)
+        assert "stream_ended" in process.log
+        assert process.status != 0
+
+
+@pytest.mark.parametrize("neighbours", [0, 3])
+def test_a_handler_that_loses_its_transaction_at_the_end_is_run_for_ever(
+    rabbit: Streaming, neighbours: int
+) -> None:
+    """As one that calls a slow server, behind a pooler that ends idle transactions: no attempt is counted, no letter comes."""
+    ran: list[int] = []
+
+    def handle(stream: Handling, event: Any) -> None:
+        insert(stream, event["account"])
+        if event["account"] == "slow":
+            ran.append(stream.message.offset)
+            backend = stream.session.execute(text("SELECT pg_backend_pid()")).scalar_one()
+            with rabbit.engine.connect() as another:
+                another.execute(text(f"SELECT pg_terminate_backend({backend}, 2000)"))
+
+    rabbit.broker.publish({"account": "slow"})
+    for number in range(neighbours):
+        rabbit.broker.publish({"account": f"a{number}"})
+    with handled_by(rabbit, handle, f"s{uuid4().hex[:6]}", max_attempts=2):
+        time.sleep(40)
+    print(ran, rabbit.entries(), rabbit.letters(), rabbit.positions())
+    print(rabbit.query("SELECT key, status, attempts FROM idempotency.records"))
+    assert len(ran) > 3
+    assert rabbit.letters() == []
+    assert rabbit.positions() == {0: 0}
+
+
+def test_a_missing_stream_is_never_read_if_postgres_was_away_when_that_was_found(
+    rabbit: Streaming, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The partition stays held, without a subscription and without a word."""
+    from idempotency.store import streams as store
+
+    stop, failed = store.stop, []
+
+    def away(*args: Any) -> None:
+        if not failed:
+            failed.append(args)
+            raise OperationalError("UPDATE", {}, Exception("the connection is gone"), connection_invalidated=True)
+        stop(*args)
+
+    monkeypatch.setattr(store, "stop", away)
+    assert isinstance(rabbit.broker, RabbitBroker)
+    rabbit.broker._channel.queue_delete(f"{rabbit.broker.topic}-0")
+    with handled_by(rabbit, lambda stream, event: insert(stream, event["account"]), f"s{uuid4().hex[:6]}"):
+        eventually(lambda: failed)
+        rabbit.broker._declare()
+        rabbit.broker.publish_many(3)
+        time.sleep(20)
+        assert rabbit.entries() == []
+        assert rabbit.stopped() == ""
+        assert rabbit.owners()[0] is not None
+
+
+def test_many_replays_hold_up_every_partition(rabbit: Streaming) -> None:
+    """They are run one after the other by the thread that handles the stream: fifty of them before its next turn."""
+    from idempotency import PermanentError
+
+    told = threading.Event()
+
+    def handle(stream: Handling, event: Any) -> None:
+        if event["account"].startswith("bad"):
+            if not told.is_set():
+                raise PermanentError("no", "no")
+            time.sleep(2.0)
+        insert(stream, event["account"])
+
+    for number in range(10):
+        rabbit.broker.publish({"account": f"bad{number}"})
+    with handled_by(rabbit, handle, f"s{uuid4().hex[:6]}"):
+        eventually(lambda: len(rabbit.letters()) == 10)
+        told.set()
+        for row in rabbit.query("SELECT id FROM idempotency.dead_letters"):
+            replay(bank.app, row.id, CHANGE)
+        eventually(rabbit.entries, timeout=15)
+        rabbit.broker.publish({"account": "good"})
+        time.sleep(10)
+        before = rabbit.entries()
+        eventually(lambda: "good" in rabbit.entries(), timeout=40)
+    assert len(before) > 3
+    assert "good" not in before
+
+
+def test_each_tombstone_of_a_compacted_topic_is_a_dead_letter(make_streaming: Make) -> None:
+    """A message without a value, which says that a key is deleted, is decoded as if it were empty text."""
+    streaming = make_streaming("kafka")
+    streaming.broker.publish({"account": "a0"})
+    streaming.broker.cluster._producer.produce(streaming.broker.topic, None, b"a0", partition=0)
+    streaming.broker.publish({"account": "a1"})
+    streaming.broker.flush()
+    streaming.start(on_failure="stop")
+    streaming.wait_until_stopped("offset 1 is refused as undecodable")
+    assert streaming.entries() == ["a0"]
+
+
+@pytest.mark.parametrize("where", ["on_failed", "key"])
+def test_an_exit_beside_the_handler_ends_each_process_and_is_never_counted(rabbit: Streaming, where: str) -> None:
+    """`sys.exit` in a handler is an error as any other; in its `on_failed`, or the function for its key, it is not."""
+    import sys
+
+    from idempotency import PermanentError
+
+    def handle(stream: Handling, event: Any) -> None:
+        raise PermanentError("no", "no")
+
+    def exits(*_: Any) -> Any:
+        sys.exit("told to")
+
+    options: dict[str, Any] = {"max_attempts": 2, where: exits}
+    HANDLERS["proven"] = handle
+    rabbit.environment["LEASE"] = "1"
+    configure(rabbit.environment)
+    rabbit.broker.publish({"account": "a0"})
+    stream = Handler(rabbit.broker.source(), f"s{uuid4().hex[:6]}", "proven", options).declared()
+    runtime = rabbit.runtime
+    ended: list[BaseException] = []
+    for _ in range(4):
+        stop = threading.Event()
+        consumer = Consumer(runtime, stream, lambda held: make_reader(bank.app, runtime, stream, None, held), stop)
+
+        def run(consumer: Consumer = consumer) -> None:
+            try:
+                consumer.run()
+            except BaseException as error:
+                ended.append(error)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join(8)
+        stop.set()
+        thread.join(15)
+    print(ended, rabbit.letters(), rabbit.positions())
+    print(rabbit.query("SELECT key, status, attempts FROM idempotency.records"))
+    assert [type(each) for each in ended] == [SystemExit] * 4
+    assert rabbit.letters() == []
+    assert rabbit.positions() == {0: 0}
+
+
+def test_a_missing_stream_is_said_again_at_every_look(rabbit: Streaming) -> None:
+    """It is taken, stopped and given back each time: a line of ERROR, three of INFO and a fence, for as long as it is missing."""
+    assert isinstance(rabbit.broker, RabbitBroker)
+    rabbit.broker._channel.queue_delete(f"{rabbit.broker.topic}-0")
+    process = rabbit.start()
+    rabbit.wait_until_stopped("RabbitMQ has no stream")
+    time.sleep(8)
+    assert process.log.count("stream_stopped") > 10
+    rabbit.broker._declare()
+
+
+def test_a_message_that_loses_its_transaction_keeps_all_other_partitions_from_being_handled(make_streaming: Make) -> None:
+    """Its error ends the turn before the others have theirs, each time anew."""
+    streaming = make_streaming("rabbitmq", partitions=2)
+
+    def handle(stream: Handling, event: Any) -> None:
+        insert(stream, event["account"])
+        if event["account"] == "slow":
+            backend = stream.session.execute(text("SELECT pg_backend_pid()")).scalar_one()
+            with streaming.engine.connect() as another:
+                another.execute(text(f"SELECT pg_terminate_backend({backend}, 2000)"))
+
+    streaming.broker.publish({"account": "slow"}, 0)
+    with handled_by(streaming, handle, f"s{uuid4().hex[:6]}", max_attempts=2):
+        eventually(lambda: streaming.positions() == {0: 0, 1: None})
+        time.sleep(3)
+        for number in range(3):
+            streaming.broker.publish({"account": f"b{number}"}, 1)
+        time.sleep(35)
+    print(streaming.positions(), streaming.entries(), streaming.stopped())
+    assert streaming.entries() == []
+    assert streaming.letters() == []
+    assert streaming.stopped() == ""
