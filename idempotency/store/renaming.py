@@ -56,6 +56,15 @@ WHERE id > %(after)s AND id <= %(last)s AND task = %(old)s AND service = %(servi
 RETURNING ordering_key
 """
 
+# By its digest, a stream finds the letter of a message that it has refused. Where the same message has one under the new name, both
+# stay as they are.
+_RENAME_DIGESTS = """
+UPDATE idempotency.dead_letters d SET digest = %(new)s || substr(d.digest, length(%(old)s) + 1)
+WHERE d.id > %(after)s AND d.id <= %(last)s AND starts_with(d.digest, %(old)s || '/') AND starts_with(d.queue, 'stream.')
+  AND NOT EXISTS (SELECT FROM idempotency.dead_letters o
+                  WHERE o.digest = %(new)s || substr(d.digest, length(%(old)s) + 1) AND starts_with(o.queue, 'stream.'))
+"""
+
 # An alarm that is on under both names goes on under the new one.
 _RENAME_ALARMS = """
 WITH ended AS (DELETE FROM idempotency.alarms WHERE service = %(old)s RETURNING name, since, logged_at, sent_at)
@@ -142,6 +151,9 @@ def rename(
         return 0, None
     if table == "outbox":
         _reorder(connection, old, new, after=0 if after is None else after[0], last=last.id)
+    if table == "dead_letters":
+        page = {"old": old, "new": new, "after": 0 if after is None else after[0], "last": last.id}
+        connection.exec_driver_sql(_RENAME_DIGESTS, page)
     return last.renamed, [getattr(last, name) for name in names]
 
 

@@ -75,9 +75,16 @@ class StreamMessage:
         return {KEPT: fields} if limit is None else {KEPT: fields | {"value_bytes": len(self.value or b"")}}
 
     def digest(self, place: Place) -> str:
-        """Identifies the message among all, for its dead letter."""
-        named = ["stream", place.service, place.consumer, self.topic, self.partition, self.offset]
-        return hashlib.sha256(json.dumps(named).encode()).hexdigest()
+        """Identifies the message among all, for its dead letter: the application, which a rename replaces, and a hash.
+
+        With the content: of a topic that was made anew, the offsets come again.
+        """
+        named = ["stream", place.consumer, self.topic, self.partition, self.offset, self.timestamp]
+        headers = [[name, _as_json(each)] for name, each in self.headers]
+        found = hashlib.sha256(json.dumps([*named, headers], default=repr).encode())
+        for part in (self.key, self.value):
+            found.update(b"-" if part is None else hashlib.sha256(part).digest())
+        return f"{place.service}/{found.hexdigest()}"
 
 
 def from_kept(headers: str) -> StreamMessage:

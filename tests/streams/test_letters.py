@@ -7,12 +7,15 @@ from typing import Any
 
 import pytest
 
+from idempotency.application import close_runtime
 from idempotency.errors import ChangeRefused, ReplayRefused
 from idempotency.operate.cancel import cancel
 from idempotency.operate.change import Change, Shown
 from idempotency.operate.discard import approve, request
 from idempotency.operate.people import Person
+from idempotency.operate.rename import rename_service
 from idempotency.operate.replay import replay
+from idempotency.operate.seek import seek_stream
 from idempotency.streams.message import from_kept
 from idempotency.wire.keys import OperationId
 from idempotency.wire.limits import HEADERS_COUNT
@@ -82,6 +85,50 @@ def test_a_message_beyond_a_limit_is_not_decoded(rabbit: Streaming) -> None:
         -1
     ].headers
     assert json.loads(headers)["stream-message"]["value_bytes"] == len(json.dumps({"account": "a1"}))
+
+
+@pytest.mark.parametrize("on_failure", ["continue", pytest.param("stop", marks=pytest.mark.long)])
+def test_of_a_stream_made_anew_each_refused_message_has_its_own_letter(rabbit: Streaming, on_failure: str) -> None:
+    """Its offsets come again; a letter of before stands for what was there before."""
+    rabbit.broker.publish(b"the first that cannot be decoded")
+    rabbit.broker.publish({"account": "a0"})
+    process = rabbit.start()
+    rabbit.wait_until_handled()
+    assert process.end() == 0
+    if on_failure == "stop":
+        discard(rabbit, newest(rabbit))
+    rabbit.broker.make_anew()
+    rabbit.broker.publish(b"another one, which no letter has")
+    rabbit.broker.publish({"account": "a1"})
+    configure(rabbit.environment)
+    rabbit.handler().declared()
+    seek_stream(bank.app, NAME, rabbit.broker.topic, 0, 0, CHANGE)
+    rabbit.start(on_failure=on_failure)
+    eventually(lambda: len(rabbit.letters()) == 2, what=rabbit.logs())
+    (row,) = rabbit.query("SELECT headers FROM idempotency.dead_letters ORDER BY id DESC LIMIT 1")
+    assert from_kept(row.headers).value == b"another one, which no letter has"
+    if on_failure == "continue":
+        eventually(lambda: rabbit.entries() == ["a0", "a1"], what=rabbit.logs())
+    else:
+        rabbit.wait_until_stopped("offset 0 is refused as undecodable")
+
+
+def test_a_renamed_application_stores_a_refused_message_once(rabbit: Streaming) -> None:
+    rabbit.broker.publish({"amount": 1})
+    rabbit.broker.publish({"account": "a0"})
+    process = rabbit.start(on_failure="stop")
+    rabbit.wait_until_stopped("offset 0 is refused")
+    assert process.end() == 0
+    rabbit.environment["SERVICE"] = "ledger"
+    configure(rabbit.environment)
+    close_runtime(bank.app)
+    rename_service(bank.app, "bank", "ledger", CHANGE)
+    process = rabbit.start(on_failure="stop")
+    eventually(lambda: rabbit.owners()[0] == process.pid, what=process.log)
+    eventually(lambda: "stream_stopped" in process.log, what=process.log)
+    assert rabbit.letters() == [("missing_key", "open")]
+    discard(rabbit, newest(rabbit))
+    eventually(lambda: rabbit.entries() == ["a0"], what=process.log)
 
 
 @FEW

@@ -229,20 +229,6 @@ def test_an_application_cannot_be_renamed_once_a_process_has_run_under_the_new_n
     assert [row.service for row in rows] == ["ledger"]
 
 
-def test_a_renamed_application_stores_a_refused_message_twice(rabbit: Streaming) -> None:
-    """The letter's digest has the application's name in it."""
-    rabbit.broker.publish({"amount": 1})
-    rabbit.broker.publish({"account": "a0"})
-    process = rabbit.start(on_failure="stop")
-    rabbit.wait_until_stopped("offset 0 is refused")
-    assert process.end() == 0
-    rabbit.environment["SERVICE"] = "ledger"
-    configure(rabbit.environment)
-    close_runtime(bank.app)
-    rename_service(bank.app, "bank", "ledger", CHANGE)
-    rabbit.start(on_failure="stop")
-    eventually(lambda: len(rabbit.letters()) == 2, what=rabbit.logs())
-    assert rabbit.letters() == [("missing_key", "open")] * 2
 
 
 # ------------------------------------------------------------ after a person's command, a pause, a refusal
@@ -383,30 +369,6 @@ def test_beside_older_code_with_fewer_partitions_one_has_no_owner(make_streaming
     assert len(streaming.entries()) == 30
 
 
-@pytest.mark.parametrize("on_failure", ["continue", "stop"])
-def test_a_refused_message_of_a_stream_made_anew_has_no_letter(rabbit: Streaming, on_failure: str) -> None:
-    """A letter is known by topic, partition and offset: what was there before stands for what is there now."""
-    rabbit.broker.publish(b"the first that cannot be decoded")
-    rabbit.broker.publish({"account": "a0"})
-    process = rabbit.start()
-    rabbit.wait_until_handled()
-    assert process.end() == 0
-    from tests.streams.test_letters import discard
-
-    if on_failure == "stop":
-        discard(rabbit, newest(rabbit))
-    rabbit.broker.make_anew()
-    rabbit.broker.publish(b"another one, which no letter has")
-    rabbit.broker.publish({"account": "a1"})
-    configure(rabbit.environment)
-    rabbit.handler().declared()
-    seek_stream(bank.app, NAME, rabbit.broker.topic, 0, 0, CHANGE)
-    rabbit.start(on_failure=on_failure)
-    eventually(lambda: rabbit.entries() == ["a0", "a1"], what=rabbit.logs())
-    assert len(rabbit.letters()) == 1
-    (row,) = rabbit.query("SELECT headers FROM idempotency.dead_letters")
-    assert "another one" not in row.headers
-    assert rabbit.stopped() == ""
 
 
 def test_a_process_ends_when_postgres_and_the_broker_are_away_at_once(rabbit: Streaming) -> None:
