@@ -23,7 +23,7 @@ from ..store import dead_letters, stream_letters, streams
 from ..store.answers import Busy, Completed, Failed, Foreign, Mismatch
 from ..store.letters import headers_text
 from ..store.statements import describe, is_news
-from ..store.streams import PartitionLost
+from ..store.streams import PartitionLost, Place
 from .alone import handle_alone
 from .declaring import Stream
 from .holdings import Holdings
@@ -59,6 +59,8 @@ class Consumer:
         self._reader: Reader | None = None
         self._standbys = Standbys(runtime)
         self._reopened = Reopened(runtime, stream, self._policy, stop)
+        # The partition that has begun its part of this turn, or whose error has ended the turn before.
+        self._last: Place | None = None
 
     def run(self, progressed: Callable[[], object] = lambda: None) -> None:
         """Handle messages until `stop` is set; then end the transaction that is open, and give all partitions back."""
@@ -111,12 +113,21 @@ class Consumer:
             return
         ready = [each for each in self._holdings.all() if each.is_ready]
         self._reader.poll(0.0 if ready else min([PATIENCE, *self._waits()]))
-        for partition in self._holdings.all():
+        for partition in self._in_turn():
+            self._last = partition.place
             if partition.is_ready and not self._stop.is_set():
                 self._work(partition)
             if partition.is_lost:
                 self._reader.lost(partition)
+        self._last = None
         self._reopened.run_those_due()
+
+    def _in_turn(self) -> list[Partition]:
+        """All partitions; that whose error has ended the turn before is the last of them, so that it keeps no other from its own."""
+        every = self._holdings.all()
+        places = [each.place for each in every]
+        begin = places.index(self._last) + 1 if self._last in places else 0
+        return every[begin:] + every[:begin]
 
     def _waits(self) -> list[float]:
         """In how many seconds those go on that wait for something."""
@@ -166,10 +177,11 @@ class Consumer:
             partition.alone = range(begins, (last if left.by_nature else begins) + 1)
             return
         except DBAPIError as error:
-            # refused at COMMIT, or a lock that others hold: each message shows by itself whether it was its own
+            # refused at COMMIT, a lock that others hold, or a connection that one of the bodies has lost, by what it does or how long:
+            # each message shows by itself whether it was its own, and is counted
             if not error.connection_invalidated:
                 log.info("stream_batch_not_committed", stream=self.stream.name, error=describe(error))
-                partition.alone = range(first, last + 1)
+            partition.alone = range(first, last + 1)
             partition.is_in_doubt = True
             if error.connection_invalidated:
                 raise

@@ -289,32 +289,6 @@ def test_one_partition_that_is_refused_stops_the_others(make_streaming: Make) ->
 
 
 
-def test_a_partition_that_waits_for_a_letter_does_not_notice_that_messages_are_gone(make_streaming: Make) -> None:
-    """Kafka says it once, and it is not kept of a partition that has stopped for another reason: afterwards it stands still."""
-    streaming = make_streaming("kafka")
-    source = streams.kafka(
-        streaming.broker.topic, group=streaming.broker.topic, options={"session.timeout.ms": "60000"}
-    )
-    streaming.environment["LEASE"] = "60"
-    streaming.broker.publish({"account": "bad", "how": "permanent unless told"})
-    streaming.broker.publish({"account": "a1"})
-    streaming.broker.flush()
-    process = streaming.start(Handler(source, options={"on_failure": "stop"}))
-    streaming.wait_until_stopped("offset 0 has failed")
-    process.signal(signal.SIGSTOP)
-    time.sleep(2.0)  # the fetch that is under way is answered
-    streaming.broker.publish_many(50, first=100)
-    streaming.broker.cluster.delete_before(streaming.broker.topic, 0, 40)
-    process.signal(signal.SIGCONT)
-    time.sleep(5)
-    (streaming.directory / "told").touch()
-    configure(streaming.environment)
-    replay(bank.app, newest(streaming), CHANGE)
-    eventually(lambda: streaming.positions() == {0: 2}, what=process.log)
-    time.sleep(10)
-    print(process.log[-2000:])
-    assert streaming.positions() == {0: 2}
-    assert streaming.stopped() == ""  # nothing says that 38 messages are gone, nor that none is read any more
 
 
 def test_a_replayed_message_has_other_headers_than_the_one_that_failed(rabbit: Streaming) -> None:
@@ -396,31 +370,6 @@ def test_a_process_ends_when_postgres_and_the_broker_are_away_at_once(rabbit: St
         assert process.status != 0
 
 
-@pytest.mark.parametrize("neighbours", [0, 3])
-def test_a_handler_that_loses_its_transaction_at_the_end_is_run_for_ever(
-    rabbit: Streaming, neighbours: int
-) -> None:
-    """As one that calls a slow server, behind a pooler that ends idle transactions: no attempt is counted, no letter comes."""
-    ran: list[int] = []
-
-    def handle(stream: Handling, event: Any) -> None:
-        insert(stream, event["account"])
-        if event["account"] == "slow":
-            ran.append(stream.message.offset)
-            backend = stream.session.execute(text("SELECT pg_backend_pid()")).scalar_one()
-            with rabbit.engine.connect() as another:
-                another.execute(text(f"SELECT pg_terminate_backend({backend}, 2000)"))
-
-    rabbit.broker.publish({"account": "slow"})
-    for number in range(neighbours):
-        rabbit.broker.publish({"account": f"a{number}"})
-    with handled_by(rabbit, handle, f"s{uuid4().hex[:6]}", max_attempts=2):
-        time.sleep(40)
-    print(ran, rabbit.entries(), rabbit.letters(), rabbit.positions())
-    print(rabbit.query("SELECT key, status, attempts FROM idempotency.records"))
-    assert len(ran) > 3
-    assert rabbit.letters() == []
-    assert rabbit.positions() == {0: 0}
 
 
 def test_a_missing_stream_is_never_read_if_postgres_was_away_when_that_was_found(
@@ -545,25 +494,3 @@ def test_a_missing_stream_is_said_again_at_every_look(rabbit: Streaming) -> None
     rabbit.broker._declare()
 
 
-def test_a_message_that_loses_its_transaction_keeps_all_other_partitions_from_being_handled(make_streaming: Make) -> None:
-    """Its error ends the turn before the others have theirs, each time anew."""
-    streaming = make_streaming("rabbitmq", partitions=2)
-
-    def handle(stream: Handling, event: Any) -> None:
-        insert(stream, event["account"])
-        if event["account"] == "slow":
-            backend = stream.session.execute(text("SELECT pg_backend_pid()")).scalar_one()
-            with streaming.engine.connect() as another:
-                another.execute(text(f"SELECT pg_terminate_backend({backend}, 2000)"))
-
-    streaming.broker.publish({"account": "slow"}, 0)
-    with handled_by(streaming, handle, f"s{uuid4().hex[:6]}", max_attempts=2):
-        eventually(lambda: streaming.positions() == {0: 0, 1: None})
-        time.sleep(3)
-        for number in range(3):
-            streaming.broker.publish({"account": f"b{number}"}, 1)
-        time.sleep(35)
-    print(streaming.positions(), streaming.entries(), streaming.stopped())
-    assert streaming.entries() == []
-    assert streaming.letters() == []
-    assert streaming.stopped() == ""
