@@ -230,17 +230,20 @@ class KafkaReader:
     def _refused(self, error: Any, at: At, partition: Partition | None) -> None:
         """The broker refuses something about a partition."""
         if error.code() == self._kafka.KafkaError._AUTO_OFFSET_RESET and partition is not None:
-            if partition.stopped is None:
-                partition.at_hand.clear()
-                self._pause(at)
-                self._refused_at.add(at)
+            self._pause(at)
+            self._refused_at.add(at)
             return
         log.warning("stream_kafka_error", place=f"{at[0]}/{at[1]}", error=error.name())
 
     def _stop_refused(self) -> None:
-        """Say why these go no further. The broker says it once; so what Postgres does not take now is said again."""
+        """Say why these go no further. The broker says it once; so what Postgres does not take now is said again.
+
+        What is at hand comes first, however long it waits: it is before what the broker does not have.
+        """
         for at in sorted(self._refused_at):
             if (partition := self._holdings.get(at)) is not None:
+                if partition.at_hand:
+                    continue
                 self._holdings.stop(partition, self._overtaken(at, partition))
             self._refused_at.discard(at)
 

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import signal
 import time
 
 import pytest
 from sqlalchemy.engine import make_url
 
+from idempotency import streams
 from idempotency.operate.change import Change
+from idempotency.operate.replay import replay
 from idempotency.operate.seek import seek_stream
 from tests.streams.conftest import Make
+from tests.streams.test_letters import newest
 from tests.support import bank
 from tests.support.processes import eventually
 from tests.support.proxy import Proxy
-from tests.support.streaming import NAME, KafkaBroker, Streaming, configure
+from tests.support.streaming import NAME, Handler, KafkaBroker, Streaming, configure
 
-CHANGE = Change("ann", "messages are gone")
+CHANGE = Change("ann", "messages are gone", is_verified=True)
 
 
 def test_a_position_that_retention_has_overtaken_stops_and_skips_nothing(make_streaming: Make) -> None:
@@ -46,6 +50,33 @@ def test_a_position_that_retention_has_overtaken_stops_and_skips_nothing(make_st
     kafka.wait_until_handled()
     assert kafka.entries()[10:] == [f"a{number}" for number in range(130, 150)]
     assert kafka.stopped() == ""
+
+
+def test_retention_that_overtakes_a_partition_which_waits_for_a_letter_is_noticed(make_streaming: Make) -> None:
+    """Kafka says it once, and what is at hand comes first."""
+    kafka = make_streaming("kafka")
+    topic = kafka.broker.topic
+    source = streams.kafka(topic, group=topic, options={"session.timeout.ms": "60000"})
+    kafka.environment["LEASE"] = "60"
+    kafka.broker.publish({"account": "bad", "how": "permanent unless told"})
+    kafka.broker.publish({"account": "a1"})
+    kafka.broker.flush()
+    process = kafka.start(Handler(source, options={"on_failure": "stop"}))
+    kafka.wait_until_stopped("offset 0 has failed")
+    process.signal(signal.SIGSTOP)
+    time.sleep(1.0)  # the fetch that is under way is answered
+    kafka.broker.publish_many(50, first=100)
+    assert isinstance(kafka.broker, KafkaBroker)
+    kafka.broker.cluster.delete_before(topic, 0, 40)
+    process.signal(signal.SIGCONT)
+    time.sleep(2.0)  # it hears of that now
+    assert "offset 0 has failed" in kafka.stopped()
+    (kafka.directory / "told").touch()
+    configure(kafka.environment)
+    replay(bank.app, newest(kafka), CHANGE)
+    kafka.wait_until_stopped("position 2, and Kafka has the offsets 40")
+    assert sorted(kafka.entries()) == ["a1", "bad"]
+    assert kafka.positions() == {0: 2}
 
 
 @pytest.mark.long
