@@ -79,12 +79,17 @@ class KafkaReader:
             each.offset = self._kafka.OFFSET_END if partition is None else partition.position
             begun.append(each)
         consumer.incremental_assign(begun)
-        waiting = [each for each in begun if self._holdings.get((each.topic, each.partition)) is None]
+        waiting = [each for each in begun if not self._is_read((each.topic, each.partition))]
         # librdkafka keeps a pause beyond what is given: one that was lost, and comes back, would never be read
         consumer.resume([each for each in begun if each not in waiting])
         if waiting:
             consumer.pause(waiting)
             self._paused.update((each.topic, each.partition) for each in waiting)
+
+    def _is_read(self, at: At) -> bool:
+        """Whether the partition is held, and its position is of what is read."""
+        partition = self._holdings.get(at)
+        return partition is not None and partition.stopped is None
 
     def _taken(self, at: At, *, regardless: bool) -> Partition | None:
         """The partition with its position. None: Postgres does not answer, or it is another's."""
@@ -92,6 +97,8 @@ class KafkaReader:
             partition = self._holdings.take(at, regardless=regardless)
             if partition is None:
                 return None
+            if partition.stopped is not None:
+                return partition
             low, high = self._watermarks(at)
             partition.end = high
             # `low` also of `latest`: what was there then has a position
@@ -178,7 +185,8 @@ class KafkaReader:
                 self._consumer.incremental_assign([self._kafka.TopicPartition(*at, partition.position)])
             except self._kafka.KafkaException as error:
                 raise BrokerUnavailable(error.args[0].name()) from error
-            self._resume(at)
+            if partition.stopped is None:
+                self._resume(at)
 
     # ------------------------------------------------------------ messages
 

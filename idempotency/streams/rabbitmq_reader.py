@@ -117,7 +117,7 @@ class RabbitReader:
             self._holdings.give_up(at)
         for at in found.take:
             partition = self._holdings.take(at, regardless=False, dead=found.dead)
-            if partition is not None:
+            if partition is not None and partition.stopped is None:
                 self._subscribe(at, partition)
 
     def _begin_stream(self) -> None:

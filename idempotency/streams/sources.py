@@ -20,6 +20,11 @@ class KafkaTopics:
     start: Start
     options: Mapping[str, str] = field(repr=False)
 
+    @property
+    def kind(self) -> str:
+        """What a position in it is of, as it is stored."""
+        return "a topic of Kafka"
+
 
 @dataclass(frozen=True, slots=True)
 class RabbitStream:
@@ -28,6 +33,11 @@ class RabbitStream:
     name: str
     partitions: int | None
     start: Start
+
+    @property
+    def kind(self) -> str:
+        """What a position in it is of, as it is stored."""
+        return "a stream of RabbitMQ" if self.partitions is None else "a super stream of RabbitMQ"
 
     @property
     def queues(self) -> list[str]:

@@ -142,49 +142,8 @@ def test_a_letter_is_replayed_into_nothing_after_the_key_was_changed(rabbit: Str
 # ------------------------------------------------------------ where a position is believed to belong
 
 
-def test_a_plain_stream_that_becomes_a_super_stream_skips_messages(make_streaming: Make) -> None:
-    """The position of `orders` is taken for that of `orders-0`: they have one topic and one number."""
-    streaming = make_streaming("rabbitmq", partitions=2)
-    assert isinstance(streaming.broker, RabbitBroker)
-    channel, topic = streaming.broker._channel, streaming.broker.topic
-    channel.queue_declare(topic, durable=True, auto_delete=False, arguments={"x-queue-type": "stream"})
-    try:
-        for number in range(10):
-            channel.basic_publish(amqp.Message(json.dumps({"account": f"old{number}"}).encode()), routing_key=topic)
-        process = streaming.start(Handler(streams.rabbitmq_stream(topic)))
-        eventually(lambda: streaming.positions() == {0: 10}, what=streaming.logs())
-        assert process.end() == 0
-        for number in range(20):
-            streaming.broker.publish({"account": f"new{number}"}, 0)
-        process = streaming.start()
-        eventually(lambda: streaming.positions().get(0) == 20, what=streaming.logs())
-        process.end()
-        assert [each for each in streaming.entries() if each.startswith("new")] == [f"new{n}" for n in range(10, 20)]
-        assert streaming.stopped() == ""
-    finally:
-        channel.queue_delete(topic)
 
 
-def test_a_stream_that_moves_from_kafka_to_rabbitmq_skips_messages(make_streaming: Make) -> None:
-    kafka = make_streaming("kafka")
-    rabbit = make_streaming("rabbitmq")
-    kafka.broker.publish_many(10)
-    process = kafka.start()
-    kafka.wait_until_handled()
-    assert process.end() == 0
-    # the same topic, with the other broker
-    assert isinstance(rabbit.broker, RabbitBroker)
-    channel, topic = rabbit.broker._channel, kafka.broker.topic
-    channel.queue_declare(topic, durable=True, auto_delete=False, arguments={"x-queue-type": "stream"})
-    try:
-        for number in range(20):
-            channel.basic_publish(amqp.Message(json.dumps({"account": f"new{number}"}).encode()), routing_key=topic)
-        process = rabbit.start(Handler(streams.rabbitmq_stream(topic)))
-        eventually(lambda: rabbit.positions() == {0: 20}, what=rabbit.logs())
-        process.end()
-        assert [each for each in rabbit.entries() if each.startswith("new")] == [f"new{n}" for n in range(10, 20)]
-    finally:
-        channel.queue_delete(topic)
 
 
 
