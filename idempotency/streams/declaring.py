@@ -19,7 +19,7 @@ from ..wire.limits import BODY_DEPTH
 from .handling import Handling
 from .message import StreamMessage
 from .naming import Naming, naming
-from .sources import RabbitStream, Source
+from .sources import KafkaTopics, RabbitStream, Source
 
 # In front of a stream's name, where an operation has its task, and its record its queue.
 TASK_PREFIX = "stream."
@@ -139,6 +139,7 @@ def stream(
         known = _declared.get(name)
         if known is not None and _home(known.handler) != _home(handler):
             raise SettingsError(f"stream {name!r}: declared twice, by {_home(known.handler)} and {_home(handler)}")
+        _check_group(made)
         _declared[name] = made
         return made
 
@@ -171,6 +172,19 @@ def from_json(value: bytes) -> Any:
     if value.count(b"[") + value.count(b"{") > BODY_DEPTH and keys.depth(event) > BODY_DEPTH:
         raise ValueError(f"nested at most {BODY_DEPTH} deep")
     return event
+
+
+def _check_group(made: Stream) -> None:
+    """Raise `SettingsError` for a group that reads a topic for another stream: each of the two would get a part of its messages."""
+    for other in _declared.values():
+        ours, theirs = made.source, other.source
+        if other.name == made.name or not (isinstance(ours, KafkaTopics) and isinstance(theirs, KafkaTopics)):
+            continue
+        if ours.group is not None and ours.group == theirs.group and (shared := set(ours.topics) & set(theirs.topics)):
+            raise SettingsError(
+                f"stream {made.name!r}: group {ours.group!r} reads {min(shared)!r} for stream {other.name!r}, and each would get a part "
+                "of its messages; give each a group of its own"
+            )
 
 
 def _home(handler: Handler) -> str:

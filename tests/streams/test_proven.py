@@ -147,45 +147,11 @@ def test_a_letter_is_replayed_into_nothing_after_the_key_was_changed(rabbit: Str
 
 
 
-def test_the_default_groups_of_two_applications_may_be_one(make_streaming: Make) -> None:
-    """`shop` with `eu.orders`, and `shop.eu` with `orders`: each handles half of the messages."""
-    streaming = make_streaming("kafka", partitions=2)
-    streaming.broker.publish_many(20)
-    source = streams.kafka(streaming.broker.topic)
-    streaming.environment["SERVICE"] = "shop"
-    streaming.start(Handler(source, "eu.orders"))
-    streaming.environment["SERVICE"] = "shop.eu"
-    streaming.start(Handler(source, "orders"))
-    sought = "SELECT service, consumer, partition, owner, position FROM idempotency.stream_positions ORDER BY partition"
-    eventually(lambda: len(streaming.query(sought)) >= 2, what=streaming.logs())
-    time.sleep(8)
-    streaming.broker.publish_many(20, first=100)
-    time.sleep(5)
-    rows = streaming.query("SELECT account FROM entries WHERE account LIKE 'a1__'")
-    assert len(rows) == 20  # both applications should have handled each: forty rows
 
 
 # ------------------------------------------------------------ renamed
 
 
-def test_an_application_cannot_be_renamed_once_a_process_has_run_under_the_new_name(rabbit: Streaming) -> None:
-    """The records are under the new name by then, and the positions never can be: all is handled from the beginning."""
-    rabbit.broker.publish_many(10)
-    process = rabbit.start()
-    rabbit.wait_until_handled()
-    assert process.end() == 0
-    rabbit.environment["SERVICE"] = "ledger"
-    process = rabbit.start()
-    eventually(lambda: len(rabbit.query("SELECT FROM idempotency.stream_positions")) == 2, what=rabbit.logs())
-    process.end()
-    configure(rabbit.environment)
-    close_runtime(bank.app)
-    with pytest.raises(IntegrityError):
-        rename_service(bank.app, "bank", "ledger", CHANGE)
-    with pytest.raises(IntegrityError):  # and again
-        rename_service(bank.app, "bank", "ledger", CHANGE)
-    rows = rabbit.query("SELECT service, count(*) AS many FROM idempotency.records GROUP BY service")
-    assert [row.service for row in rows] == ["ledger"]
 
 
 
@@ -274,18 +240,6 @@ def test_a_replayed_message_has_other_headers_than_the_one_that_failed(rabbit: S
     assert seen[0] == "<datetime>"
 
 
-def test_two_streams_of_one_group_handle_half_of_the_messages_each(make_streaming: Make) -> None:
-    """Nothing refuses the group of another stream, and nothing says that half of the partitions is never read."""
-    streaming = make_streaming("kafka", partitions=2)
-    source = streams.kafka(streaming.broker.topic, group="shared")
-    streaming.start(Handler(source, "one"), Handler(source, "two"))
-    sought = "SELECT consumer, partition FROM idempotency.stream_positions WHERE owner IS NOT NULL ORDER BY partition"
-    eventually(lambda: {row.consumer for row in streaming.query(sought)} == {"one", "two"}, what=streaming.logs())
-    time.sleep(5)
-    streaming.broker.publish_many(20)
-    time.sleep(8)
-    assert len(streaming.entries()) == 20  # each stream should have handled each: forty rows
-    assert streaming.stopped() == ""
 
 
 def test_beside_older_code_with_fewer_partitions_one_has_no_owner(make_streaming: Make) -> None:
