@@ -74,8 +74,7 @@ class Consumer:
                     self._turn()
                     pauses.end()
                 except BrokerUnavailable as error:
-                    log.warning("stream_broker_unavailable", stream=self.stream.name, error=str(error))
-                    self._disconnect()
+                    self._disconnect(error)
                     self._stop.wait(pauses.next())
                 except (DBAPIError, PoolTimeout) as error:
                     if is_news(error):
@@ -85,7 +84,9 @@ class Consumer:
             self._disconnect()
             self._holdings.end()
 
-    def _disconnect(self) -> None:
+    def _disconnect(self, error: BrokerUnavailable | None = None) -> None:
+        if error is not None:
+            log.warning("stream_broker_unavailable", stream=self.stream.name, error=str(error))
         reader, self._reader = self._reader, None
         if reader is not None:
             reader.close()
@@ -101,6 +102,8 @@ class Consumer:
                 return
             try:
                 self._reader.poll(min(left, PATIENCE))
+            except BrokerUnavailable as error:
+                self._disconnect(error)
             except (DBAPIError, PoolTimeout):
                 self._stop.wait(min(left, PATIENCE))
 

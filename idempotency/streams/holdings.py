@@ -124,6 +124,13 @@ class Holdings:
             partition.stopped = why
             log.error("stream_stopped", stream=self.stream.name, place=partition.place, why=why)
 
+    def go_on(self, partition: Partition) -> None:
+        """Say that a partition goes on, whose reason to stop has gone by itself. Raises SQLAlchemy's errors."""
+        with self.runtime.autocommit() as connection:
+            streams.stop(connection, partition.held, None)
+        partition.stopped = None
+        log.info("stream_goes_on", stream=self.stream.name, place=partition.place)
+
     def lose(self, partition: Partition) -> None:
         """Note that another process, or a person, has the partition."""
         if not partition.is_lost:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
+from urllib.parse import urlsplit
 
 import pytest
 from sqlalchemy.engine import make_url
@@ -143,3 +144,31 @@ def test_a_commit_whose_answer_is_lost_is_not_made_again(rabbit: Streaming, skip
         rabbit.wait_until_handled()
         assert proxy.cuts == 1
         assert rabbit.entries() == accounts
+
+
+def test_a_stream_waits_for_postgres_and_the_broker_at_once(rabbit: Streaming) -> None:
+    url = make_url(rabbit.environment["DATABASE_URL"])
+    broker = urlsplit(rabbit.environment["BROKER_URL"])
+    assert url.host
+    assert url.port
+    assert broker.hostname
+    with Proxy(url.host, url.port) as postgres, Proxy(broker.hostname, broker.port or 5672) as rabbitmq:
+        through = url.set(host="127.0.0.1", port=postgres.port)
+        rabbit.environment["DATABASE_URL"] = through.render_as_string(hide_password=False)
+        netloc = f"{broker.netloc.rpartition('@')[0]}@127.0.0.1:{rabbitmq.port}"
+        rabbit.environment["BROKER_URL"] = broker._replace(netloc=netloc).geturl()
+        accounts = rabbit.broker.publish_many(5)
+        process = rabbit.start()
+        rabbit.wait_until_handled()
+        postgres.refuse()
+        postgres.reset()
+        eventually(lambda: "postgres_unavailable" in process.log, what=process.log)
+        rabbitmq.refuse()
+        rabbitmq.reset()
+        eventually(lambda: "stream_broker_unavailable" in process.log, what=process.log, timeout=30)
+        accounts += rabbit.broker.publish_many(5, first=100)
+        postgres.heal()
+        rabbitmq.heal()
+        rabbit.wait_until_handled()
+        assert rabbit.entries() == accounts
+        assert process.end() == 0

@@ -184,33 +184,8 @@ def test_a_cancel_does_not_free_the_partition_that_waits(rabbit: Streaming) -> N
         assert rabbit.positions() == {0: 0}
 
 
-def test_a_stream_that_was_made_later_is_still_said_to_be_missing(rabbit: Streaming) -> None:
-    """A false alarm until the next message comes, if one ever does."""
-    assert isinstance(rabbit.broker, RabbitBroker)
-    rabbit.broker._channel.queue_delete(f"{rabbit.broker.topic}-0")
-    process = rabbit.start()
-    rabbit.wait_until_stopped("RabbitMQ has no stream")
-    rabbit.broker._declare()
-    eventually(lambda: rabbit.owners()[0] is not None, what=process.log)
-    time.sleep(6)
-    assert "RabbitMQ has no stream" in rabbit.stopped()
-    assert process.log.count("stream_stopped") >= 1
 
 
-def test_one_partition_that_is_refused_stops_the_others(make_streaming: Make) -> None:
-    streaming = make_streaming("rabbitmq", partitions=2)
-    assert isinstance(streaming.broker, RabbitBroker)
-    channel, topic = streaming.broker._channel, streaming.broker.topic
-    channel.queue_delete(f"{topic}-1")
-    channel.queue_declare(f"{topic}-1", durable=True, auto_delete=False, arguments={"x-queue-type": "quorum"})
-    for number in range(5):
-        streaming.broker.publish({"account": f"a{number}"}, 0)
-    process = streaming.start()
-    eventually(lambda: "stream_broker_unavailable" in process.log, what=process.log)
-    time.sleep(8)
-    print(process.log[-3000:])
-    assert streaming.entries() == []
-    assert streaming.stopped() == ""
 
 
 
@@ -258,58 +233,10 @@ def test_beside_older_code_with_fewer_partitions_one_has_no_owner(make_streaming
 
 
 
-def test_a_process_ends_when_postgres_and_the_broker_are_away_at_once(rabbit: Streaming) -> None:
-    """What the broker's absence raises while it waits for Postgres is caught by no one."""
-    url = make_url(rabbit.environment["DATABASE_URL"])
-    broker = urlsplit(rabbit.environment["BROKER_URL"])
-    assert url.host
-    assert url.port
-    assert broker.hostname
-    with Proxy(url.host, url.port) as postgres, Proxy(broker.hostname, broker.port or 5672) as rabbitmq:
-        through = url.set(host="127.0.0.1", port=postgres.port)
-        rabbit.environment["DATABASE_URL"] = through.render_as_string(hide_password=False)
-        netloc = f"{broker.netloc.rpartition('@')[0]}@127.0.0.1:{rabbitmq.port}"
-        rabbit.environment["BROKER_URL"] = broker._replace(netloc=netloc).geturl()
-        rabbit.broker.publish_many(5)
-        process = rabbit.start()
-        rabbit.wait_until_handled()
-        postgres.refuse()
-        postgres.reset()
-        eventually(lambda: "postgres_unavailable" in process.log, what=process.log)
-        rabbitmq.refuse()
-        rabbitmq.reset()
-        eventually(lambda: process.has_ended, what=process.log, timeout=30)
-        assert "stream_ended" in process.log
-        assert process.status != 0
 
 
 
 
-def test_a_missing_stream_is_never_read_if_postgres_was_away_when_that_was_found(
-    rabbit: Streaming, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The partition stays held, without a subscription and without a word."""
-    from idempotency.store import streams as store
-
-    stop, failed = store.stop, []
-
-    def away(*args: Any) -> None:
-        if not failed:
-            failed.append(args)
-            raise OperationalError("UPDATE", {}, Exception("the connection is gone"), connection_invalidated=True)
-        stop(*args)
-
-    monkeypatch.setattr(store, "stop", away)
-    assert isinstance(rabbit.broker, RabbitBroker)
-    rabbit.broker._channel.queue_delete(f"{rabbit.broker.topic}-0")
-    with handled_by(rabbit, lambda stream, event: insert(stream, event["account"]), f"s{uuid4().hex[:6]}"):
-        eventually(lambda: failed)
-        rabbit.broker._declare()
-        rabbit.broker.publish_many(3)
-        time.sleep(20)
-        assert rabbit.entries() == []
-        assert rabbit.stopped() == ""
-        assert rabbit.owners()[0] is not None
 
 
 def test_many_replays_hold_up_every_partition(rabbit: Streaming) -> None:
@@ -396,14 +323,5 @@ def test_an_exit_beside_the_handler_ends_each_process_and_is_never_counted(rabbi
     assert rabbit.positions() == {0: 0}
 
 
-def test_a_missing_stream_is_said_again_at_every_look(rabbit: Streaming) -> None:
-    """It is taken, stopped and given back each time: a line of ERROR, three of INFO and a fence, for as long as it is missing."""
-    assert isinstance(rabbit.broker, RabbitBroker)
-    rabbit.broker._channel.queue_delete(f"{rabbit.broker.topic}-0")
-    process = rabbit.start()
-    rabbit.wait_until_stopped("RabbitMQ has no stream")
-    time.sleep(8)
-    assert process.log.count("stream_stopped") > 10
-    rabbit.broker._declare()
 
 
