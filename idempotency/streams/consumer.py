@@ -38,7 +38,7 @@ from .tracing import handled
 
 # Seconds that the loop waits for a first message, if there is nothing else to do.
 PATIENCE = 0.5
-# Seconds between two looks at a message that holds up its partition: whether a person has decided.
+# Seconds between two looks at a message that holds up its partition, also until its next attempt: whether a person has decided.
 STOPPED_PAUSE = 2.0
 # The longest wait, in seconds, for an attempt that another process has not ended: recovery may end it any time.
 BUSY_PAUSE = 1.0
@@ -58,7 +58,7 @@ class Consumer:
         self._holdings = Holdings(runtime, stream)
         self._reader: Reader | None = None
         self._standbys = Standbys(runtime)
-        self._reopened = Reopened(runtime, stream, self._policy, stop)
+        self._reopened = Reopened(runtime, stream, self._policy)
         # The partition that has begun its part of this turn, or whose error has ended the turn before.
         self._last: Place | None = None
 
@@ -115,7 +115,7 @@ class Consumer:
             self._idle(PATIENCE)
             return
         ready = [each for each in self._holdings.all() if each.is_ready]
-        self._reader.poll(0.0 if ready else min([PATIENCE, *self._waits()]))
+        self._reader.poll(0.0 if ready or self._reopened.is_waiting else min([PATIENCE, *self._waits()]))
         for partition in self._in_turn():
             self._last = partition.place
             if partition.is_ready and not self._stop.is_set():
@@ -123,7 +123,8 @@ class Consumer:
             if partition.is_lost:
                 self._reader.lost(partition)
         self._last = None
-        self._reopened.run_those_due()
+        if not self._stop.is_set():
+            self._reopened.run_next()
 
     def _in_turn(self) -> list[Partition]:
         """All partitions; that whose error has ended the turn before is the last of them, so that it keeps no other from its own."""
@@ -221,10 +222,10 @@ class Consumer:
             case Completed():
                 self._pass(partition, to, "duplicate")
             case Release(delay=delay):
-                partition.wait(delay)
+                partition.wait(min(delay, STOPPED_PAUSE))
             case Busy(due_in=due_in):
                 longest = min(BUSY_PAUSE, self._runtime.settings.lease / 10)
-                partition.wait(longest if due_in is None else min(due_in, BUSY_PAUSE))
+                partition.wait(longest if due_in is None else min(due_in, STOPPED_PAUSE))
             case Mismatch(generation=generation):
                 refused = Refused(prepared.message, "fingerprint_mismatch", "")
                 self._refuse(partition, refused, goes_on=True, prepared=prepared, generation=generation)

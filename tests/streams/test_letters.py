@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from idempotency import PermanentError
 from idempotency.application import close_runtime
 from idempotency.errors import ChangeRefused, ReplayRefused
 from idempotency.operate.cancel import cancel
@@ -16,12 +17,13 @@ from idempotency.operate.people import Person
 from idempotency.operate.rename import rename_service
 from idempotency.operate.replay import replay
 from idempotency.operate.seek import seek_stream
+from idempotency.streams import Handling
 from idempotency.streams.message import from_kept
 from idempotency.wire.keys import OperationId
 from idempotency.wire.limits import HEADERS_COUNT
 from tests.support import bank
 from tests.support.processes import eventually
-from tests.support.streaming import NAME, Streaming, configure
+from tests.support.streaming import NAME, Streaming, configure, insert
 
 # Of what does not depend on the broker: with RabbitMQ, and with Kafka in `make long`.
 FEW = pytest.mark.few(1)
@@ -190,6 +192,27 @@ def test_a_letter_that_is_replayed_runs_once_beside_the_stream(streaming: Stream
     assert streaming.entries() == ["a1", "a0"]
     (row,) = streaming.query("SELECT status, generation FROM idempotency.records WHERE key = 'a0'")
     assert (row.status, row.generation) == ("completed", 2)
+
+
+def test_a_letter_that_the_present_code_takes_for_another_operation_is_not_replayed(rabbit: Streaming) -> None:
+    def handle(stream: Handling, event: Any) -> None:
+        if event["account"] == "a0" and len(rabbit.letters()) == 0:
+            raise PermanentError("no", "no")
+        insert(stream, event["account"])
+
+    rabbit.broker.publish({"account": "a0"})
+    with rabbit.handled_by(handle, "keyed"):
+        eventually(rabbit.letters)
+    with rabbit.handled_by(handle, "keyed", key="v2-{event[account]}"):
+        with pytest.raises(ReplayRefused, match=r"its message has another key or tenant; nothing would run it"):
+            replay(bank.app, newest(rabbit), CHANGE)
+    with rabbit.handled_by(handle, "keyed", decode=lambda value: {}["no"]):
+        with pytest.raises(ReplayRefused, match="its message is refused as undecodable"):
+            replay(bank.app, newest(rabbit), CHANGE)
+    assert [status for _, status in rabbit.letters()] == ["open"]
+    with rabbit.handled_by(handle, "keyed"):
+        replay(bank.app, newest(rabbit), CHANGE)
+        eventually(lambda: rabbit.entries() == ["a0"])
 
 
 def waiting(streaming: Streaming, account: str) -> Shown:

@@ -44,7 +44,8 @@ def test_a_missing_stream_is_said_once_and_read_once_it_is_made(rabbit: Streamin
 def test_a_missing_stream_is_read_once_it_is_made_also_if_postgres_was_away_meanwhile(
     rabbit: Streaming, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stop, failed = store.stop, []
+    stop = store.stop
+    failed: list[Any] = []
 
     def away(*args: Any) -> None:
         if not failed:

@@ -89,7 +89,12 @@ def test_an_application_is_renamed_also_if_a_process_has_run_under_the_new_name(
     (row,) = rabbit.query("SELECT service, position FROM idempotency.stream_positions")
     assert (row.service, row.position) == ("ledger", 15)
     assert process.end() == 0
-    assert rename_service(bank.app, "bank", "ledger", replace(CHANGE, request_id="r2", is_verified=True))["stream_positions"] == 0
+    assert (
+        rename_service(bank.app, "bank", "ledger", replace(CHANGE, request_id="r2", is_verified=True))[
+            "stream_positions"
+        ]
+        == 0
+    )
 
 
 def test_the_way_back_where_money_is_moved_needs_a_token(rabbit: Streaming) -> None:

@@ -61,7 +61,9 @@ def test_a_plain_stream_that_becomes_a_super_stream_stops_and_skips_nothing(
     for account in accounts:
         streaming.broker.publish({"account": account}, 0)
     streaming.start()
-    streaming.wait_until_stopped("position 3 is of a stream of RabbitMQ of this name, and a super stream of RabbitMQ is")
+    streaming.wait_until_stopped(
+        "position 3 is of a stream of RabbitMQ of this name, and a super stream of RabbitMQ is"
+    )
     streaming.broker.publish({"account": "other"}, 1)
     eventually(lambda: streaming.positions() == {0: 3, 1: 1}, what=streaming.logs())
     goes_on_after_a_seek(streaming, topic, accounts)

@@ -335,7 +335,11 @@ class Streaming:
         name = name or f"s{uuid4().hex[:6]}"
         HANDLERS[name] = fn
         configure(self.environment)
-        stream, runtime, stop = Handler(source or self.broker.source(), name, name, options).declared(), self.runtime, threading.Event()
+        stream, runtime, stop = (
+            Handler(source or self.broker.source(), name, name, options).declared(),
+            self.runtime,
+            threading.Event(),
+        )
         consumer = Consumer(runtime, stream, lambda held: make_reader(bank.app, runtime, stream, None, held), stop)
         thread = threading.Thread(target=consumer.run)
         thread.start()

@@ -81,7 +81,9 @@ def test_what_a_stream_may_not_be_is_refused() -> None:
 
 def test_two_streams_of_one_group_may_not_read_one_topic() -> None:
     stream("grouped", source=kafka("t1", "t2", group="g"))(lambda given, event: None)
-    stream("grouped", source=kafka("t1", "t2", group="g"))(lambda given, event: None)  # as when its module is imported again
+    stream("grouped", source=kafka("t1", "t2", group="g"))(
+        lambda given, event: None
+    )  # as when its module is imported again
     stream("grouped-too", source=kafka("t3", group="g"))(lambda given, event: None)
     stream("of-a-group-of-its-own", source=kafka("t2", group="h"))(lambda given, event: None)
     with pytest.raises(SettingsError, match="group 'g' reads 't2' for stream 'grouped'"):
@@ -91,7 +93,12 @@ def test_two_streams_of_one_group_may_not_read_one_topic() -> None:
 
 def test_no_two_applications_have_one_default_group() -> None:
     groups = set()
-    for service, name in (("shop", "eu.orders"), ("shop.eu", "orders"), ("shop%2Eeu", "orders"), ("shop", "eu%2Eorders")):
+    for service, name in (
+        ("shop", "eu.orders"),
+        ("shop.eu", "orders"),
+        ("shop%2Eeu", "orders"),
+        ("shop", "eu%2Eorders"),
+    ):
         given = {"kafka_servers": "127.0.0.1:9092", "service": service}
         settings = Settings.read({"database_url": "postgresql+psycopg://localhost/x", **given})
         groups.add(configuration(kafka("t"), settings, name=name, instance=None)["group.id"])
