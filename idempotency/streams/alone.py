@@ -39,7 +39,7 @@ def handle_alone(
         with exits_are_errors():
             # as it came, also in a further round, and for `on_failed`, whatever this one makes of it; what `decode` makes may be
             # nothing that can be copied
-            event = stream.decode(prepared.message.value or b"")
+            event = stream.event(prepared.message)
             result = stream.handler(Handling(attempt, prepared.message), event)
         crash_point("stream.run")
         if partition is not None and not _advanced(attempt, partition, prepared.message.offset + 1):

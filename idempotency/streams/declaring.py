@@ -72,6 +72,10 @@ class Stream:
             on_failed=None if self.on_failed is None else self._on_failed,
         )
 
+    def event(self, message: StreamMessage) -> Any:
+        """What is in a message; None for one without a value. Raises what `decode` raises."""
+        return None if message.value is None else self.decode(message.value)
+
     def _on_failed(self, session: Session, operation: Operation, error: PermanentError) -> object:
         assert self.on_failed is not None
         with exits_are_errors():

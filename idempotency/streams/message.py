@@ -7,6 +7,8 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
+from decimal import Decimal
 from typing import Any
 
 from ..store.streams import Place
@@ -24,7 +26,8 @@ KEPT = "stream-message"
 class StreamMessage:
     """One message: its topic, partition and offset, its key and value as bytes, and its headers.
 
-    `headers`: names and values in their order; a name may come again. `timestamp`: seconds since 1970, if the broker says so.
+    `value`: None for a message of Kafka that says its key is deleted. `headers`: names and values in their order; a name may come
+    again. `timestamp`: seconds since 1970, if the broker says so.
     """
 
     topic: str
@@ -100,12 +103,20 @@ def from_kept(headers: str) -> StreamMessage:
             [(name, _from_json(value)) for name, value in fields["headers"]],
             fields["timestamp"],
         )
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError, ArithmeticError) as error:
         raise ValueError(f"no message of a stream: {type(error).__name__}") from None
 
 
 def _as_json(value: Any) -> Any:
-    """Bytes as text where they are UTF-8 without NUL, which Postgres refuses; otherwise as base64."""
+    """Bytes as text where they are UTF-8 without NUL, which Postgres refuses; otherwise as base64. What else headers of AMQP may have."""
+    if isinstance(value, datetime):
+        return {"datetime": value.isoformat()}
+    if isinstance(value, Decimal):
+        return {"decimal": str(value)}
+    if isinstance(value, dict):
+        return {"table": {name: _as_json(each) for name, each in value.items()}}
+    if isinstance(value, list):
+        return [_as_json(each) for each in value]
     if isinstance(value, bytes):
         try:
             text = value.decode()
@@ -116,11 +127,22 @@ def _as_json(value: Any) -> Any:
 
 
 def _from_json(value: Any) -> Any:
-    if not isinstance(value, dict) or len(value) != 1:
+    if isinstance(value, dict) and len(value) != 1:
         return value
-    if "utf-8" in value:
-        return value["utf-8"].encode()
-    return base64.b64decode(value["base64"]) if "base64" in value else value
+    match value:
+        case {"utf-8": kept}:
+            return kept.encode()
+        case {"base64": kept}:
+            return base64.b64decode(kept)
+        case {"datetime": kept}:
+            return datetime.fromisoformat(kept)
+        case {"decimal": kept}:
+            return Decimal(kept)
+        case {"table": kept}:
+            return {name: _from_json(each) for name, each in kept.items()}
+        case list():
+            return [_from_json(each) for each in value]
+    return value
 
 
 def _bytes(value: Any) -> bytes | None:

@@ -39,7 +39,7 @@ def prepare(stream: Stream, message: StreamMessage, settings: Settings) -> Prepa
         return Refused(message, "beyond_limit", beyond)
     try:
         with exits_are_errors():
-            event = stream.decode(message.value or b"")
+            event = stream.event(message)
     except Exception as error:  # the application's function; its text may have the value in it
         return Refused(message, "undecodable", type(error).__name__)
     try:

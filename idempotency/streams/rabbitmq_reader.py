@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from datetime import datetime
 from functools import partial
 from typing import Any
 
@@ -227,7 +226,8 @@ class RabbitReader:
         partition.end = max(partition.end or 0, offset + 1)
         own = [(name, value) for name, value in headers.items() if name != OFFSET_HEADER]
         created = (message.properties or {}).get("timestamp")
-        timestamp = created.timestamp() if isinstance(created, datetime) else None
+        # of a property, py-amqp leaves the number as it came; of a header it makes a datetime
+        timestamp = float(created) if isinstance(created, int) else None
         partition.add([StreamMessage(at[0], at[1], offset, None, bytes(message.body or b""), own, timestamp)])
 
     def _follows(self, at: At, subscription: Subscription, offset: int) -> bool:

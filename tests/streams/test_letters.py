@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from datetime import datetime
 from typing import Any
 
+import amqp
 import pytest
 
 from idempotency import PermanentError
@@ -23,7 +25,7 @@ from idempotency.wire.keys import OperationId
 from idempotency.wire.limits import HEADERS_COUNT
 from tests.support import bank
 from tests.support.processes import eventually
-from tests.support.streaming import NAME, Streaming, configure, insert
+from tests.support.streaming import NAME, RabbitBroker, Streaming, configure, insert
 
 # Of what does not depend on the broker: with RabbitMQ, and with Kafka in `make long`.
 FEW = pytest.mark.few(1)
@@ -192,6 +194,27 @@ def test_a_letter_that_is_replayed_runs_once_beside_the_stream(streaming: Stream
     assert streaming.entries() == ["a1", "a0"]
     (row,) = streaming.query("SELECT status, generation FROM idempotency.records WHERE key = 'a0'")
     assert (row.status, row.generation) == ("completed", 2)
+
+
+def test_what_is_replayed_has_the_headers_and_the_time_of_what_has_failed(rabbit: Streaming) -> None:
+    seen: list[tuple[Any, Any]] = []
+
+    def handle(stream: Handling, event: Any) -> None:
+        seen.append((stream.message.header("at"), stream.message.timestamp))
+        if not rabbit.letters():
+            raise PermanentError("no", "no")
+
+    assert isinstance(rabbit.broker, RabbitBroker)
+    published = amqp.Message(
+        b'{"account": "a0"}', timestamp=1_800_000_000, application_headers={"at": datetime(2026, 1, 1)}
+    )
+    rabbit.broker._channel.basic_publish(published, routing_key=f"{rabbit.broker.topic}-0")
+    with rabbit.handled_by(handle):
+        eventually(rabbit.letters)
+        before = len(seen)
+        replay(bank.app, newest(rabbit), CHANGE)
+        eventually(lambda: len(seen) > before, timeout=15)
+    assert set(seen) == {(datetime(2026, 1, 1), 1_800_000_000.0)}
 
 
 def test_a_letter_that_the_present_code_takes_for_another_operation_is_not_replayed(rabbit: Streaming) -> None:

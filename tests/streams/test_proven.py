@@ -76,20 +76,6 @@ def insert(stream: Handling, account: str) -> None:
 # ------------------------------------------------------------ messages and letters
 
 
-def test_a_message_of_rabbitmq_never_has_its_timestamp(rabbit: Streaming) -> None:
-    """py-amqp leaves the property as a number; the reader looks for a datetime."""
-    assert isinstance(rabbit.broker, RabbitBroker)
-    seen: list[Any] = []
-    rabbit.broker._channel.basic_publish(
-        amqp.Message(b'{"account": "a0"}', timestamp=int(time.time())), routing_key=f"{rabbit.broker.topic}-0"
-    )
-
-    def handle(stream: Handling, event: Any) -> None:
-        seen.append(stream.message.timestamp)
-
-    with handled_by(rabbit, handle, f"s{uuid4().hex[:6]}"):
-        eventually(lambda: seen)
-    assert seen == [None]
 
 
 
@@ -107,28 +93,6 @@ def test_a_message_of_rabbitmq_never_has_its_timestamp(rabbit: Streaming) -> Non
 
 
 
-def test_a_replayed_message_has_other_headers_than_the_one_that_failed(rabbit: Streaming) -> None:
-    """A datetime, which RabbitMQ's headers may have, is the name of its type in the letter."""
-    from idempotency import PermanentError
-
-    seen: list[Any] = []
-    told = threading.Event()
-
-    def handle(stream: Handling, event: Any) -> None:
-        seen.append(stream.message.header("at"))
-        if not told.is_set():
-            raise PermanentError("no", "no")
-
-    rabbit.broker.publish({"account": "a0"}, at=datetime(2026, 1, 1))
-    with handled_by(rabbit, handle, f"s{uuid4().hex[:6]}"):
-        eventually(rabbit.letters)
-        first = seen[0]
-        told.set()
-        seen.clear()
-        replay(bank.app, newest(rabbit), CHANGE)
-        eventually(lambda: seen, timeout=15)
-    assert isinstance(first, datetime), first
-    assert seen[0] == "<datetime>"
 
 
 def test_beside_older_code_with_fewer_partitions_one_has_no_owner(make_streaming: Make) -> None:
@@ -147,15 +111,5 @@ def test_beside_older_code_with_fewer_partitions_one_has_no_owner(make_streaming
 
 
 
-def test_each_tombstone_of_a_compacted_topic_is_a_dead_letter(make_streaming: Make) -> None:
-    """A message without a value, which says that a key is deleted, is decoded as if it were empty text."""
-    streaming = make_streaming("kafka")
-    streaming.broker.publish({"account": "a0"})
-    streaming.broker.cluster._producer.produce(streaming.broker.topic, None, b"a0", partition=0)
-    streaming.broker.publish({"account": "a1"})
-    streaming.broker.flush()
-    streaming.start(on_failure="stop")
-    streaming.wait_until_stopped("offset 1 is refused as undecodable")
-    assert streaming.entries() == ["a0"]
 
 
