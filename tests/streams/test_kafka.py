@@ -118,7 +118,9 @@ def test_a_message_without_a_value_is_an_event_of_none(make_streaming: Make) -> 
     for value in (b"{}", None):
         kafka.broker.cluster._producer.produce(kafka.broker.topic, value, b"a0", partition=0)
     kafka.broker.flush()
-    with kafka.handled_by(lambda stream, event: seen.append((stream.key, event)), key=lambda event, m: f"{m.key}{m.offset}"):
+    with kafka.handled_by(
+        lambda stream, event: seen.append((stream.key, event)), key=lambda event, m: f"{m.key}{m.offset}"
+    ):
         eventually(lambda: kafka.positions() == {0: 2}, timeout=20)
     assert [event for _, event in seen] == [{}, None]
     assert kafka.letters() == []

@@ -121,7 +121,8 @@ def test_an_exit_beside_the_handler_is_an_error_as_any_other(rabbit: Streaming, 
 
     rabbit.broker.publish({"account": "bad"})
     rabbit.broker.publish({"account": "a1"})
-    with rabbit.handled_by(handle, **{where: exits}):
+    options: dict[str, Any] = {where: exits}
+    with rabbit.handled_by(handle, **options):
         rabbit.wait_until_handled()
     assert rabbit.letters() == [(reason, "open")]
     assert rabbit.entries() == ["a1"]

@@ -108,7 +108,12 @@ def test_no_two_applications_have_one_default_group() -> None:
 
 
 def test_a_letter_gives_the_message_back_byte_for_byte() -> None:
-    of_amqp = {"at": datetime(2026, 1, 1), "d": Decimal("1.50"), "utf-8": "x", "in": [{"b": b"\xff", "n": None}]}
+    of_amqp = {
+        "at": datetime(2026, 1, 1, tzinfo=UTC),
+        "d": Decimal("1.50"),
+        "utf-8": "x",
+        "in": [{"b": b"\xff", "n": None}],
+    }
     for value in (b'{"a": 1}', b"\xff\x00", b"", None, "naïve\0".encode()):
         headers = [("a", b"\xff"), ("a", b"x"), ("n", 5), ("at", datetime(2026, 1, 1, tzinfo=UTC)), ("t", of_amqp)]
         kept = StreamMessage("t", 3, 7, b"\xfe", value, headers, 12.5)
