@@ -151,7 +151,7 @@ def test_many_replays_leave_each_partition_its_turns(rabbit: Streaming) -> None:
         if event["account"].startswith("bad"):
             if not told.is_set():
                 raise PermanentError("no", "no")
-            time.sleep(1.0)
+            time.sleep(0.5)
         insert(stream, event["account"])
 
     for number in range(6):
