@@ -87,7 +87,7 @@ def _policy_of(
             f"{called(id)}: its on_failed takes the event, which only the stream has until the message has failed; let it end"
         )
     try:
-        return policy, {"event": stream.decode(from_kept(kept).value or b"")}, None
+        return policy, {"event": stream.event(from_kept(kept))}, None
     except Exception as error:  # other code than the message's
         return policy, {}, describe(error)
 

@@ -18,7 +18,8 @@ from ..reasons import ALTERED, CANCELLED, FOUND_BY_US, REVOKED, UNHANDLED, UNSIG
 from ..settings import Settings
 from ..store import dead_letters, erasure, letter_operations, operations, saga_changes, stream_letters, webhook_letters
 from ..store.statements import repeatable
-from ..streams.declaring import TASK_PREFIX
+from ..streams.declaring import TASK_PREFIX, stream_of
+from ..streams.reopened import same_operation
 from ..wire.keys import OperationId
 from ..wire.signing import signed_at
 from .change import Change, audit, called, repeated
@@ -82,7 +83,7 @@ def replay(app: Celery, letter: int, change: Change, *, confirmed: Collection[To
         service = runtime.settings.service
         _check_signature(connection, letter, runtime.settings)
         _check_not_erased(connection, letter)
-        _check_has_message(connection, letter)
+        _check_has_message(connection, letter, runtime.settings)
         _reopen_webhook(connection, letter)
         details: dict[str, Any] = {"dead_letter": letter}
         if (stopped := saga_changes.stopped_by(connection, letter)) is not None:
@@ -157,17 +158,23 @@ def _check_not_erased(connection: Connection, letter: int) -> None:
         )
 
 
-def _check_has_message(connection: Connection, letter: int) -> None:
-    """Raise `ReplayRefused` for a message of a stream that a person has cancelled, and that its stream has not come to since."""
+def _check_has_message(connection: Connection, letter: int, settings: Settings) -> None:
+    """Raise `ReplayRefused` for a message of a stream that a person has cancelled, and that its stream has not come to since.
+
+    Also for one that this application's code takes for another operation by now, or for none: nothing would run it.
+    """
     row = dead_letters.show(connection, letter)
-    if (
-        row.source == "operation"
-        and (row.task or "").startswith(TASK_PREFIX)
-        and row.headers == stream_letters.WITHOUT_MESSAGE
-    ):
+    if row.source != "operation" or not (row.task or "").startswith(TASK_PREFIX):
+        return
+    if row.headers == stream_letters.WITHOUT_MESSAGE:
         raise ReplayRefused(
             f"dead letter {letter}: its message is not known yet; `{framework().command} stream` adds it when it comes there"
         )
+    if (stream := stream_of(row.task)) is None:
+        return
+    found = same_operation(stream, OperationId(row.tenant, row.task, row.key), row.headers or "", settings)
+    if isinstance(found, str):
+        raise ReplayRefused(f"dead letter {letter}: to the present code of {row.task}, {found}; nothing would run it")
 
 
 def _reopen_webhook(connection: Connection, letter: int) -> None:

@@ -56,6 +56,27 @@ WHERE id > %(after)s AND id <= %(last)s AND task = %(old)s AND service = %(servi
 RETURNING ordering_key
 """
 
+# By its digest, a stream finds the letter of a message that it has refused. Where the same message has one under the new name, both
+# stay as they are.
+_RENAME_DIGESTS = """
+UPDATE idempotency.dead_letters d SET digest = %(new)s || substr(d.digest, length(%(old)s) + 1)
+WHERE d.id > %(after)s AND d.id <= %(last)s AND starts_with(d.digest, %(old)s || '/') AND starts_with(d.queue, 'stream.')
+  AND NOT EXISTS (SELECT FROM idempotency.dead_letters o
+                  WHERE o.digest = %(new)s || substr(d.digest, length(%(old)s) + 1) AND starts_with(o.queue, 'stream.'))
+"""
+
+# Where a process has handled a partition under the new name already: the earlier of the two positions. Between them, messages that
+# were handled under one of the names are known by their keys. Of another source, the old one means nothing any more. The fence moves, so a process that has it reads again from there.
+_MERGE_POSITIONS = """
+UPDATE idempotency.stream_positions n
+SET position = CASE WHEN n.source <> o.source THEN n.position ELSE least(n.position, o.position) END, fence = pg_catalog.nextval('idempotency.fence'), owner = NULL, locked_until = NULL,
+    stopped = NULL
+FROM idempotency.stream_positions o
+WHERE o.service = %(old)s AND n.service = %(new)s AND (n.consumer, n.topic, n.partition) = (o.consumer, o.topic, o.partition)
+RETURNING o.id
+"""
+_FORGET_MERGED = "DELETE FROM idempotency.stream_positions WHERE id = ANY(%(ids)s)"
+
 # An alarm that is on under both names goes on under the new one.
 _RENAME_ALARMS = """
 WITH ended AS (DELETE FROM idempotency.alarms WHERE service = %(old)s RETURNING name, since, logged_at, sent_at)
@@ -137,12 +158,19 @@ def rename(
     )
     fields = {f"after_{name}": value for name, value in zip(names, after or (), strict=False)}
     connection.exec_driver_sql(_PATIENCE)
+    merged: Sequence[int] = ()
+    if table == "stream_positions":
+        merged = connection.exec_driver_sql(_MERGE_POSITIONS, {"old": old, "new": new}).scalars().all()
+        connection.exec_driver_sql(_FORGET_MERGED, {"ids": list(merged)})
     last = connection.exec_driver_sql(statement, fields | {"old": old, "new": new, "page": PAGE}).one_or_none()
     if last is None:
         return 0, None
     if table == "outbox":
         _reorder(connection, old, new, after=0 if after is None else after[0], last=last.id)
-    return last.renamed, [getattr(last, name) for name in names]
+    if table == "dead_letters":
+        page = {"old": old, "new": new, "after": 0 if after is None else after[0], "last": last.id}
+        connection.exec_driver_sql(_RENAME_DIGESTS, page)
+    return last.renamed + len(merged), [getattr(last, name) for name in names]
 
 
 def _reorder(connection: Connection, old: str, new: str, *, after: int, last: int) -> None:

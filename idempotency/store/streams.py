@@ -48,13 +48,14 @@ class Place:
 class Held:
     """A partition, as its owner has taken it: the offset of the next message, None before the first, and the owner's fence.
 
-    `is_from_silent`: the owner before was another process, and had not given it back.
+    `is_from_silent`: the owner before was another process, and had not given it back. `source`: what the position is of.
     """
 
     place: Place
     position: int | None
     fence: int
     is_from_silent: bool = False
+    source: str | None = None
 
     def at(self, position: int) -> Held:
         """The same, further on."""
@@ -66,14 +67,16 @@ _MINE = f"{_PLACE} AND fence = %(fence)s"
 _LEASE = "clock_timestamp() + make_interval(secs => %(lease)s)"
 _FENCE = "pg_catalog.nextval('idempotency.fence')"
 
-# What it returns of the owner before is as the statement began: one that has come and gone since is not seen.
+# What it returns of the owner before is as the statement began: one that has come and gone since is not seen. What a position is of
+# stays as it is: a topic and a stream may have one name, and an offset of one means nothing in the other.
 _TAKE = f"""
-INSERT INTO idempotency.stream_positions AS p (service, consumer, topic, partition, fence, owner, locked_until)
-VALUES (%(service)s, %(consumer)s, %(topic)s, %(partition)s, {_FENCE}, %(owner)s, {_LEASE})
-ON CONFLICT (service, consumer, topic, partition) DO UPDATE SET fence = {_FENCE}, owner = %(owner)s, locked_until = {_LEASE}
+INSERT INTO idempotency.stream_positions AS p (service, consumer, topic, partition, fence, owner, locked_until, source)
+VALUES (%(service)s, %(consumer)s, %(topic)s, %(partition)s, {_FENCE}, %(owner)s, {_LEASE}, %(source)s)
+ON CONFLICT (service, consumer, topic, partition) DO UPDATE SET fence = {_FENCE}, owner = %(owner)s, locked_until = {_LEASE},
+    source = CASE WHEN p.position IS NULL THEN excluded.source ELSE coalesce(p.source, excluded.source) END
 WHERE %(regardless)s OR p.owner IS NULL OR p.owner = %(owner)s OR p.locked_until < clock_timestamp()
    OR p.owner = ANY(%(dead)s::text[])
-RETURNING position, fence,
+RETURNING position, fence, source,
     (SELECT b.owner <> %(owner)s FROM idempotency.stream_positions b WHERE {_PLACE}) IS TRUE AS is_from_silent
 """
 
@@ -94,8 +97,8 @@ SELECT FROM idempotency.stream_positions
 WHERE service = %(service)s AND consumer = %(consumer)s AND topic = %(topic)s AND position IS NOT NULL LIMIT 1
 """
 _BEGIN_TOPIC = f"""
-INSERT INTO idempotency.stream_positions AS p (service, consumer, topic, partition, position, fence)
-SELECT %(service)s, %(consumer)s, %(topic)s, partition, position, {_FENCE}
+INSERT INTO idempotency.stream_positions AS p (service, consumer, topic, partition, position, fence, source)
+SELECT %(service)s, %(consumer)s, %(topic)s, partition, position, {_FENCE}, %(source)s
 FROM unnest(%(partitions)b::int[], %(positions)b::bigint[]) AS given(partition, position)
 WHERE NOT EXISTS ({_HAS_BEGUN})
 ON CONFLICT (service, consumer, topic, partition) DO UPDATE SET position = excluded.position WHERE p.position IS NULL
@@ -178,7 +181,8 @@ FROM idempotency.stream_positions WHERE {_PLACE} FOR UPDATE
 
 # Without an owner: the present one, if there is one, finds its fence gone, takes the partition again and reads from here.
 _SEEK = f"""
-UPDATE idempotency.stream_positions SET position = %(to)s, fence = {_FENCE}, owner = NULL, locked_until = NULL, stopped = NULL
+UPDATE idempotency.stream_positions SET position = %(to)s, fence = {_FENCE}, owner = NULL, locked_until = NULL, stopped = NULL,
+    source = NULL
 WHERE {_PLACE} RETURNING fence
 """
 
@@ -194,15 +198,23 @@ FROM pg_catalog.pg_stat_replication
 
 
 def take(
-    connection: Connection, place: Place, owner: str, *, lease: float, regardless: bool, dead: Collection[str] = ()
+    connection: Connection,
+    place: Place,
+    owner: str,
+    *,
+    source: str,
+    lease: float,
+    regardless: bool,
+    dead: Collection[str] = (),
 ) -> Held | None:
     """Become the owner of a partition, under a new fence; None: another one's lease is not over.
 
     `regardless` of that, if the broker has given it to this process. `dead`: owners that are known to be gone. `lease` in seconds.
+    `source`: what is read; what `Held` has is what the position is of.
     """
-    fields = {"owner": owner, "lease": lease, "regardless": regardless, "dead": list(dead)}
+    fields = {"owner": owner, "source": source, "lease": lease, "regardless": regardless, "dead": list(dead)}
     row = execute(connection, _TAKE, place.fields() | fields).fetchone()
-    return None if row is None else Held(place, row.position, row.fence, row.is_from_silent)
+    return None if row is None else Held(place, row.position, row.fence, row.is_from_silent, row.source)
 
 
 def take_again(connection: Connection, held: Held, *, lease: float) -> Held | None:
@@ -223,14 +235,16 @@ def has_begun(connection: Connection, service: str, consumer: str, topic: str) -
     return execute(connection, _HAS_BEGUN, fields).fetchone() is not None
 
 
-def begin_topic(connection: Connection, service: str, consumer: str, topic: str, positions: Mapping[int, int]) -> None:
+def begin_topic(
+    connection: Connection, service: str, consumer: str, topic: str, positions: Mapping[int, int], *, source: str
+) -> None:
     """Note where a consumer begins in all partitions that a topic has now, in the caller's transaction, unless it has begun.
 
     A partition that is found later was added later, so its first message came after this.
     """
     fields = {"service": service, "consumer": consumer, "topic": topic}
     execute(connection, _LOCK_TOPIC, {"topic_of": "/".join(fields.values())})
-    given = {"partitions": list(positions), "positions": list(positions.values())}
+    given = {"partitions": list(positions), "positions": list(positions.values()), "source": source}
     execute(connection, _BEGIN_TOPIC, fields | given)
 
 

@@ -21,7 +21,7 @@ from ..observe import metrics
 from ..observe.crash_points import crash_point
 from ..observe.logs import log
 from ..store.answers import Claimed, Completed, Failed, Mismatch, Renewal, error_text
-from ..store.statements import describe, where
+from ..store.statements import ERROR_LIMIT, describe, where
 from ..wire.delivery import Delivery
 from .runtime import StoreRuntime
 from .store import AT_ONCE, Held, StoreAway, Watch
@@ -75,7 +75,9 @@ class StoreAttempt:
             case Finished():
                 done = store.complete(claim, self._text, retention=self.policy.retention_completed)
             case Fail(failure=failure):
-                text = error_text(failure.code, str(failure))
+                text = error_text(
+                    failure.code, str(failure)[:ERROR_LIMIT]
+                )  # an item has an end, and a refused write would wait
                 done = store.fail(claim, text, retention=self.policy.retention_failed)
             case Release(delay=delay, give_back=give_back):
                 done = store.release(claim, delay=delay, keep=keep, give_back=give_back)

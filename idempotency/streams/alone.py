@@ -5,7 +5,6 @@ The position moves in the commit that completes it. If that finds another owner,
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 from ..attempt.attempt import Attempt
@@ -17,13 +16,9 @@ from ..observe.crash_points import crash_point
 from ..store import streams
 from ..store.streams import PartitionLost
 from .declaring import Stream
-from .handling import Handling
+from .handling import Handling, exits_are_errors
 from .partition import Partition
 from .preparing import Prepared
-
-
-class HandlerExited(Exception):
-    """The handler has called `sys.exit`, which would end the process with every message that it has: an error, as any other."""
 
 
 class _NotOwner(Waiting):
@@ -41,11 +36,11 @@ def handle_alone(
 
     def body(attempt: Attempt) -> Any:
         nonlocal is_lost
-        # as it came, also in a further round, and for `on_failed`, whatever this one makes of it
-        try:
-            result = stream.handler(Handling(attempt, prepared.message), copy.deepcopy(prepared.event))
-        except SystemExit as error:
-            raise HandlerExited(f"SystemExit: {error.code}") from error
+        with exits_are_errors():
+            # as it came, also in a further round, and for `on_failed`, whatever this one makes of it; what `decode` makes may be
+            # nothing that can be copied
+            event = stream.event(prepared.message)
+            result = stream.handler(Handling(attempt, prepared.message), event)
         crash_point("stream.run")
         if partition is not None and not _advanced(attempt, partition, prepared.message.offset + 1):
             is_lost = True

@@ -23,7 +23,7 @@ from ..store import dead_letters, stream_letters, streams
 from ..store.answers import Busy, Completed, Failed, Foreign, Mismatch
 from ..store.letters import headers_text
 from ..store.statements import describe, is_news
-from ..store.streams import PartitionLost
+from ..store.streams import PartitionLost, Place
 from .alone import handle_alone
 from .declaring import Stream
 from .holdings import Holdings
@@ -38,7 +38,7 @@ from .tracing import handled
 
 # Seconds that the loop waits for a first message, if there is nothing else to do.
 PATIENCE = 0.5
-# Seconds between two looks at a message that holds up its partition: whether a person has decided.
+# Seconds between two looks at a message that holds up its partition, also until its next attempt: whether a person has decided.
 STOPPED_PAUSE = 2.0
 # The longest wait, in seconds, for an attempt that another process has not ended: recovery may end it any time.
 BUSY_PAUSE = 1.0
@@ -58,7 +58,9 @@ class Consumer:
         self._holdings = Holdings(runtime, stream)
         self._reader: Reader | None = None
         self._standbys = Standbys(runtime)
-        self._reopened = Reopened(runtime, stream, self._policy, stop)
+        self._reopened = Reopened(runtime, stream, self._policy)
+        # The partition that has begun its part of this turn, or whose error has ended the turn before.
+        self._last: Place | None = None
 
     def run(self, progressed: Callable[[], object] = lambda: None) -> None:
         """Handle messages until `stop` is set; then end the transaction that is open, and give all partitions back."""
@@ -72,8 +74,7 @@ class Consumer:
                     self._turn()
                     pauses.end()
                 except BrokerUnavailable as error:
-                    log.warning("stream_broker_unavailable", stream=self.stream.name, error=str(error))
-                    self._disconnect()
+                    self._disconnect(error)
                     self._stop.wait(pauses.next())
                 except (DBAPIError, PoolTimeout) as error:
                     if is_news(error):
@@ -83,7 +84,9 @@ class Consumer:
             self._disconnect()
             self._holdings.end()
 
-    def _disconnect(self) -> None:
+    def _disconnect(self, error: BrokerUnavailable | None = None) -> None:
+        if error is not None:
+            log.warning("stream_broker_unavailable", stream=self.stream.name, error=str(error))
         reader, self._reader = self._reader, None
         if reader is not None:
             reader.close()
@@ -99,6 +102,8 @@ class Consumer:
                 return
             try:
                 self._reader.poll(min(left, PATIENCE))
+            except BrokerUnavailable as error:
+                self._disconnect(error)
             except (DBAPIError, PoolTimeout):
                 self._stop.wait(min(left, PATIENCE))
 
@@ -110,13 +115,23 @@ class Consumer:
             self._idle(PATIENCE)
             return
         ready = [each for each in self._holdings.all() if each.is_ready]
-        self._reader.poll(0.0 if ready else min([PATIENCE, *self._waits()]))
-        for partition in self._holdings.all():
+        self._reader.poll(0.0 if ready or self._reopened.is_waiting else min([PATIENCE, *self._waits()]))
+        for partition in self._in_turn():
+            self._last = partition.place
             if partition.is_ready and not self._stop.is_set():
                 self._work(partition)
             if partition.is_lost:
                 self._reader.lost(partition)
-        self._reopened.run_those_due()
+        self._last = None
+        if not self._stop.is_set():
+            self._reopened.run_next()
+
+    def _in_turn(self) -> list[Partition]:
+        """All partitions; that whose error has ended the turn before is the last of them, so that it keeps no other from its own."""
+        every = self._holdings.all()
+        places = [each.place for each in every]
+        begin = places.index(self._last) + 1 if self._last in places else 0
+        return every[begin:] + every[:begin]
 
     def _waits(self) -> list[float]:
         """In how many seconds those go on that wait for something."""
@@ -166,10 +181,11 @@ class Consumer:
             partition.alone = range(begins, (last if left.by_nature else begins) + 1)
             return
         except DBAPIError as error:
-            # refused at COMMIT, or a lock that others hold: each message shows by itself whether it was its own
+            # refused at COMMIT, a lock that others hold, or a connection that one of the bodies has lost, by what it does or how long:
+            # each message shows by itself whether it was its own, and is counted
             if not error.connection_invalidated:
                 log.info("stream_batch_not_committed", stream=self.stream.name, error=describe(error))
-                partition.alone = range(first, last + 1)
+            partition.alone = range(first, last + 1)
             partition.is_in_doubt = True
             if error.connection_invalidated:
                 raise
@@ -206,10 +222,10 @@ class Consumer:
             case Completed():
                 self._pass(partition, to, "duplicate")
             case Release(delay=delay):
-                partition.wait(delay)
+                partition.wait(min(delay, STOPPED_PAUSE))
             case Busy(due_in=due_in):
                 longest = min(BUSY_PAUSE, self._runtime.settings.lease / 10)
-                partition.wait(longest if due_in is None else min(due_in, BUSY_PAUSE))
+                partition.wait(longest if due_in is None else min(due_in, STOPPED_PAUSE))
             case Mismatch(generation=generation):
                 refused = Refused(prepared.message, "fingerprint_mismatch", "")
                 self._refuse(partition, refused, goes_on=True, prepared=prepared, generation=generation)

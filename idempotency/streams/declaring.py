@@ -8,18 +8,20 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from sqlalchemy.orm import Session
+
 from ..attempt.conclusions import OnFailed
 from ..attempt.policy import Policy
-from ..errors import CallRefused, MissingKey, SettingsError
+from ..errors import CallRefused, MissingKey, PermanentError, SettingsError
 from ..settings import Settings
 from ..wire import keys
-from ..wire.delivery import Delivery
+from ..wire.delivery import Delivery, Operation
 from ..wire.keys import OperationId
 from ..wire.limits import BODY_DEPTH
-from .handling import Handling
+from .handling import Handling, exits_are_errors
 from .message import StreamMessage
 from .naming import Naming, naming
-from .sources import RabbitStream, Source
+from .sources import KafkaTopics, RabbitStream, Source
 
 # In front of a stream's name, where an operation has its task, and its record its queue.
 TASK_PREFIX = "stream."
@@ -67,8 +69,17 @@ class Stream:
             self.retention_failed or settings.retention_failed,
             settings.provider_key_retention,
             permanent_errors=self.permanent_errors,
-            on_failed=self.on_failed,
+            on_failed=None if self.on_failed is None else self._on_failed,
         )
+
+    def event(self, message: StreamMessage) -> Any:
+        """What is in a message; None for one without a value. Raises what `decode` raises."""
+        return None if message.value is None else self.decode(message.value)
+
+    def _on_failed(self, session: Session, operation: Operation, error: PermanentError) -> object:
+        assert self.on_failed is not None
+        with exits_are_errors():
+            return self.on_failed(session, operation, error)
 
     def delivery(self, event: Any, message: StreamMessage, settings: Settings) -> Delivery:
         """The operation that a message is for. Raises `MissingKey`, `InvalidKey` and what a function for the key raises."""
@@ -139,6 +150,7 @@ def stream(
         known = _declared.get(name)
         if known is not None and _home(known.handler) != _home(handler):
             raise SettingsError(f"stream {name!r}: declared twice, by {_home(known.handler)} and {_home(handler)}")
+        _check_group(made)
         _declared[name] = made
         return made
 
@@ -171,6 +183,19 @@ def from_json(value: bytes) -> Any:
     if value.count(b"[") + value.count(b"{") > BODY_DEPTH and keys.depth(event) > BODY_DEPTH:
         raise ValueError(f"nested at most {BODY_DEPTH} deep")
     return event
+
+
+def _check_group(made: Stream) -> None:
+    """Raise `SettingsError` for a group that reads a topic for another stream: each of the two would get a part of its messages."""
+    for other in _declared.values():
+        ours, theirs = made.source, other.source
+        if other.name == made.name or not (isinstance(ours, KafkaTopics) and isinstance(theirs, KafkaTopics)):
+            continue
+        if ours.group is not None and ours.group == theirs.group and (shared := set(ours.topics) & set(theirs.topics)):
+            raise SettingsError(
+                f"stream {made.name!r}: group {ours.group!r} reads {min(shared)!r} for stream {other.name!r}, and each would get a part "
+                "of its messages; give each a group of its own"
+            )
 
 
 def _home(handler: Handler) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from ..attempt.attempt import Attempt
@@ -10,6 +11,19 @@ from ..attempt.conclusions import Undo
 from ..attempt.effects import Reconcile
 from ..attempt.session import AttemptSession
 from .message import StreamMessage
+
+
+class Exited(Exception):
+    """A stream's own function has called `sys.exit`, which would end the process with every message that it has."""
+
+
+@contextmanager
+def exits_are_errors() -> Iterator[None]:
+    """While entered, `sys.exit` is an error as any other. Raises `Exited`."""
+    try:
+        yield
+    except SystemExit as error:
+        raise Exited(f"SystemExit: {error.code}") from error
 
 
 class Handling:

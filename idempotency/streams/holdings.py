@@ -10,12 +10,13 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from ..attempt.runtime import Runtime
+from ..framework import framework
 from ..observe import metrics
 from ..observe.crash_points import crash_point
 from ..observe.logs import log
 from ..store import streams
 from ..store.statements import is_news
-from ..store.streams import Place
+from ..store.streams import Held, Place
 from .declaring import Stream
 from .partition import Partition
 
@@ -46,23 +47,41 @@ class Holdings:
         return self._held.get(at)
 
     def take(self, at: At, *, regardless: bool, dead: frozenset[str] = frozenset()) -> Partition | None:
-        """Become a partition's owner, and read where it is. None: another one's lease is not over. Raises SQLAlchemy's errors."""
+        """Become a partition's owner, and read where it is. None: another one's lease is not over. Raises SQLAlchemy's errors.
+
+        It is stopped if that position is of something else of this name: then nothing is read of it.
+        """
         runtime = self.runtime
         place = Place(runtime.settings.service, self.stream.name, *at)
         with runtime.autocommit() as connection:
             held = streams.take(
-                connection, place, runtime.holder, lease=runtime.settings.lease, regardless=regardless, dead=dead
+                connection,
+                place,
+                runtime.holder,
+                source=self.stream.source.kind,
+                lease=runtime.settings.lease,
+                regardless=regardless,
+                dead=dead,
             )
         if held is None:
             return None
+        partition = Partition(held, suspected=self.stream.batch if held.is_from_silent else 0)
+        if held.source != self.stream.source.kind:
+            self.stop(partition, self._misplaced(held))
         with self._lock:
-            partition = self._held[at] = Partition(held, suspected=self.stream.batch if held.is_from_silent else 0)
+            self._held[at] = partition
         metrics.stream_partitions_taken.labels(self.stream.name).inc()
         log.info(
             "stream_partition_taken", stream=self.stream.name, place=place, position=held.position, fence=held.fence
         )
         crash_point("stream.assigned")
         return partition
+
+    def _misplaced(self, held: Held) -> str:
+        return (
+            f"position {held.position} is of {held.source} of this name, and {self.stream.source.kind} is read now; "
+            f"`{framework().command} stream seek` says where to go on"
+        )
 
     def begin(self, partition: Partition, position: int) -> bool:
         """Keep the offset of the first message there is. False: the partition is another's."""
@@ -82,7 +101,8 @@ class Holdings:
     def begin_topic(self, topic: str, positions: Mapping[int, int]) -> None:
         """Note where this consumer begins in all partitions that the topic has now, if it has not begun."""
         with self.runtime.transaction() as connection:
-            streams.begin_topic(connection, self.runtime.settings.service, self.stream.name, topic, positions)
+            service, source = self.runtime.settings.service, self.stream.source.kind
+            streams.begin_topic(connection, service, self.stream.name, topic, positions, source=source)
 
     def ask_again(self, partition: Partition) -> bool:
         """After a commit without an answer: read where the partition is, under a new fence. False: it is another's."""
@@ -103,6 +123,13 @@ class Holdings:
                 streams.stop(connection, partition.held, why)
             partition.stopped = why
             log.error("stream_stopped", stream=self.stream.name, place=partition.place, why=why)
+
+    def go_on(self, partition: Partition) -> None:
+        """Say that a partition goes on, whose reason to stop has gone by itself. Raises SQLAlchemy's errors."""
+        with self.runtime.autocommit() as connection:
+            streams.stop(connection, partition.held, None)
+        partition.stopped = None
+        log.info("stream_goes_on", stream=self.stream.name, place=partition.place)
 
     def lose(self, partition: Partition) -> None:
         """Note that another process, or a person, has the partition."""

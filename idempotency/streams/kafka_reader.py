@@ -79,12 +79,17 @@ class KafkaReader:
             each.offset = self._kafka.OFFSET_END if partition is None else partition.position
             begun.append(each)
         consumer.incremental_assign(begun)
-        waiting = [each for each in begun if self._holdings.get((each.topic, each.partition)) is None]
+        waiting = [each for each in begun if not self._is_read((each.topic, each.partition))]
         # librdkafka keeps a pause beyond what is given: one that was lost, and comes back, would never be read
         consumer.resume([each for each in begun if each not in waiting])
         if waiting:
             consumer.pause(waiting)
             self._paused.update((each.topic, each.partition) for each in waiting)
+
+    def _is_read(self, at: At) -> bool:
+        """Whether the partition is held, and its position is of what is read."""
+        partition = self._holdings.get(at)
+        return partition is not None and partition.stopped is None
 
     def _taken(self, at: At, *, regardless: bool) -> Partition | None:
         """The partition with its position. None: Postgres does not answer, or it is another's."""
@@ -92,6 +97,8 @@ class KafkaReader:
             partition = self._holdings.take(at, regardless=regardless)
             if partition is None:
                 return None
+            if partition.stopped is not None:
+                return partition
             low, high = self._watermarks(at)
             partition.end = high
             # `low` also of `latest`: what was there then has a position
@@ -178,7 +185,8 @@ class KafkaReader:
                 self._consumer.incremental_assign([self._kafka.TopicPartition(*at, partition.position)])
             except self._kafka.KafkaException as error:
                 raise BrokerUnavailable(error.args[0].name()) from error
-            self._resume(at)
+            if partition.stopped is None:
+                self._resume(at)
 
     # ------------------------------------------------------------ messages
 
@@ -230,17 +238,20 @@ class KafkaReader:
     def _refused(self, error: Any, at: At, partition: Partition | None) -> None:
         """The broker refuses something about a partition."""
         if error.code() == self._kafka.KafkaError._AUTO_OFFSET_RESET and partition is not None:
-            if partition.stopped is None:
-                partition.at_hand.clear()
-                self._pause(at)
-                self._refused_at.add(at)
+            self._pause(at)
+            self._refused_at.add(at)
             return
         log.warning("stream_kafka_error", place=f"{at[0]}/{at[1]}", error=error.name())
 
     def _stop_refused(self) -> None:
-        """Say why these go no further. The broker says it once; so what Postgres does not take now is said again."""
+        """Say why these go no further. The broker says it once; so what Postgres does not take now is said again.
+
+        What is at hand comes first, however long it waits: it is before what the broker does not have.
+        """
         for at in sorted(self._refused_at):
             if (partition := self._holdings.get(at)) is not None:
+                if partition.at_hand:
+                    continue
                 self._holdings.stop(partition, self._overtaken(at, partition))
             self._refused_at.discard(at)
 

@@ -7,6 +7,8 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
+from decimal import Decimal
 from typing import Any
 
 from ..store.streams import Place
@@ -24,7 +26,8 @@ KEPT = "stream-message"
 class StreamMessage:
     """One message: its topic, partition and offset, its key and value as bytes, and its headers.
 
-    `headers`: names and values in their order; a name may come again. `timestamp`: seconds since 1970, if the broker says so.
+    `value`: None for a message of Kafka that says its key is deleted. `headers`: names and values in their order; a name may come
+    again. `timestamp`: seconds since 1970, if the broker says so.
     """
 
     topic: str
@@ -75,9 +78,16 @@ class StreamMessage:
         return {KEPT: fields} if limit is None else {KEPT: fields | {"value_bytes": len(self.value or b"")}}
 
     def digest(self, place: Place) -> str:
-        """Identifies the message among all, for its dead letter."""
-        named = ["stream", place.service, place.consumer, self.topic, self.partition, self.offset]
-        return hashlib.sha256(json.dumps(named).encode()).hexdigest()
+        """Identifies the message among all, for its dead letter: the application, which a rename replaces, and a hash.
+
+        With the content: of a topic that was made anew, the offsets come again.
+        """
+        named = ["stream", place.consumer, self.topic, self.partition, self.offset, self.timestamp]
+        headers = [[name, _as_json(each)] for name, each in self.headers]
+        found = hashlib.sha256(json.dumps([*named, headers], default=repr).encode())
+        for part in (self.key, self.value):
+            found.update(b"-" if part is None else hashlib.sha256(part).digest())
+        return f"{place.service}/{found.hexdigest()}"
 
 
 def from_kept(headers: str) -> StreamMessage:
@@ -93,12 +103,20 @@ def from_kept(headers: str) -> StreamMessage:
             [(name, _from_json(value)) for name, value in fields["headers"]],
             fields["timestamp"],
         )
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError, ArithmeticError) as error:
         raise ValueError(f"no message of a stream: {type(error).__name__}") from None
 
 
 def _as_json(value: Any) -> Any:
-    """Bytes as text where they are UTF-8 without NUL, which Postgres refuses; otherwise as base64."""
+    """Bytes as text where they are UTF-8 without NUL, which Postgres refuses; otherwise as base64. What else headers of AMQP may have."""
+    if isinstance(value, datetime):
+        return {"datetime": value.isoformat()}
+    if isinstance(value, Decimal):
+        return {"decimal": str(value)}
+    if isinstance(value, dict):
+        return {"table": {name: _as_json(each) for name, each in value.items()}}
+    if isinstance(value, list):
+        return [_as_json(each) for each in value]
     if isinstance(value, bytes):
         try:
             text = value.decode()
@@ -109,11 +127,22 @@ def _as_json(value: Any) -> Any:
 
 
 def _from_json(value: Any) -> Any:
-    if not isinstance(value, dict) or len(value) != 1:
+    if isinstance(value, dict) and len(value) != 1:
         return value
-    if "utf-8" in value:
-        return value["utf-8"].encode()
-    return base64.b64decode(value["base64"]) if "base64" in value else value
+    match value:
+        case {"utf-8": kept}:
+            return kept.encode()
+        case {"base64": kept}:
+            return base64.b64decode(kept)
+        case {"datetime": kept}:
+            return datetime.fromisoformat(kept)
+        case {"decimal": kept}:
+            return Decimal(kept)
+        case {"table": kept}:
+            return {name: _from_json(each) for name, each in kept.items()}
+        case list():
+            return [_from_json(each) for each in value]
+    return value
 
 
 def _bytes(value: Any) -> bytes | None:

@@ -11,6 +11,7 @@ from ..settings import Settings
 from ..store.statements import describe
 from ..wire.delivery import Delivery
 from .declaring import Stream
+from .handling import exits_are_errors
 from .message import StreamMessage
 
 
@@ -37,11 +38,13 @@ def prepare(stream: Stream, message: StreamMessage, settings: Settings) -> Prepa
     if (beyond := message.beyond()) is not None:
         return Refused(message, "beyond_limit", beyond)
     try:
-        event = stream.decode(message.value or b"")
+        with exits_are_errors():
+            event = stream.event(message)
     except Exception as error:  # the application's function; its text may have the value in it
         return Refused(message, "undecodable", type(error).__name__)
     try:
-        return Prepared(message, event, stream.delivery(event, message, settings))
+        with exits_are_errors():
+            return Prepared(message, event, stream.delivery(event, message, settings))
     except MissingKey as error:
         return Refused(message, "missing_key", str(error))
     except InvalidKey as error:

@@ -11,6 +11,7 @@ from ..application import runtime_of
 from ..attempt.runtime import Runtime
 from ..errors import SettingsError
 from ..observe.logs import log
+from ..store import schema
 from .consumer import Consumer
 from .declaring import Stream, declared_streams
 from .holdings import Holdings
@@ -20,6 +21,8 @@ from .sources import KafkaTopics
 if TYPE_CHECKING:
     from celery import Celery
 
+# The revision of the schema whose columns positions need.
+NEEDS = "0019"
 # Seconds after which the main thread looks for signals at the latest.
 WAKE = 0.5
 
@@ -73,7 +76,10 @@ def run_streams(
 
 
 def make_reader(app: Celery, runtime: Runtime, stream: Stream, instance: str | None, holdings: Holdings) -> Reader:
-    """Connect to the broker of a stream. Raises `BrokerUnavailable`, `SettingsError` and `MissingExtra`."""
+    """Connect to the broker of a stream. Raises `BrokerUnavailable`, `SettingsError`, `MissingExtra` and SQLAlchemy's errors."""
+    with runtime.autocommit() as connection:
+        if (found := schema.current_revision(connection) or "") < NEEDS:
+            raise SettingsError(f"database schema: at {found}, streams need {NEEDS}; migrate it")
     if isinstance(stream.source, KafkaTopics):
         from .kafka_reader import KafkaReader
 

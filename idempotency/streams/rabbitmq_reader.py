@@ -10,11 +10,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from datetime import datetime
 from functools import partial
 from typing import Any
 
-from amqp.exceptions import NotFound
+from amqp.exceptions import AccessRefused, NotFound, PreconditionFailed, ResourceLocked
 from celery import Celery
 from kombu import Connection as BrokerConnection
 from sqlalchemy.exc import DBAPIError
@@ -49,6 +48,10 @@ ANCHOR_PATIENCE, END_PATIENCE = 3.0, 1.0
 QUIET = 0.25
 
 
+# What the broker refuses of one queue, while others go on.
+REFUSED = (NotFound, AccessRefused, PreconditionFailed, ResourceLocked)
+
+
 class Subscription:
     """One partition that is being read. `anchor`: the message before the first one that is wanted, which the broker should have."""
 
@@ -73,6 +76,8 @@ class RabbitReader:
         self._every: list[At] = [(source.name, number) for number in range(source.partitions or 1)]
         self._prefetch = min(AHEAD * holdings.stream.batch, 65_535)
         self._subscriptions: dict[At, Subscription] = {}
+        # Partitions that the broker has refused: each look asks again.
+        self._refused: set[At] = set()
         # Whether it has to be noted where the streams end, before anything is read of them.
         self._is_to_begin = source.start == "latest"
         lease = holdings.runtime.settings.lease
@@ -115,9 +120,12 @@ class RabbitReader:
         for at in found.give_up:
             self._unsubscribe(at)
             self._holdings.give_up(at)
+        for at in sorted(self._refused):
+            if (partition := self._holdings.get(at)) is not None and not partition.is_lost:
+                self._subscribe(at, partition)
         for at in found.take:
             partition = self._holdings.take(at, regardless=False, dead=found.dead)
-            if partition is not None:
+            if partition is not None and partition.stopped is None:
                 self._subscribe(at, partition)
 
     def _begin_stream(self) -> None:
@@ -166,14 +174,19 @@ class RabbitReader:
             subscription = self._subscriptions[at] = Subscription(partition, channel, anchor)
             received = partial(self._received_by, at, subscription)
             channel.basic_consume(queue, TAG, callback=received, arguments={OFFSET_HEADER: begin})
-        except NotFound:
+        except REFUSED as error:
             self._subscriptions.pop(at, None)
-            self._holdings.stop(partition, f"RabbitMQ has no stream {queue!r}")
-            self._holdings.give_up(at)
+            self._refused.add(at)  # first: Postgres may not answer now
+            self._holdings.stop(partition, _refusal(queue, error))
         except BROKER_ERRORS as error:
             raise BrokerUnavailable(reason(error)) from error
+        else:
+            if at in self._refused:
+                self._holdings.go_on(partition)
+                self._refused.discard(at)
 
     def _unsubscribe(self, at: At) -> None:
+        self._refused.discard(at)
         subscription = self._subscriptions.pop(at, None)
         if subscription is not None:
             try:
@@ -213,7 +226,8 @@ class RabbitReader:
         partition.end = max(partition.end or 0, offset + 1)
         own = [(name, value) for name, value in headers.items() if name != OFFSET_HEADER]
         created = (message.properties or {}).get("timestamp")
-        timestamp = created.timestamp() if isinstance(created, datetime) else None
+        # of a property, py-amqp leaves the number as it came; of a header it makes a datetime
+        timestamp = float(created) if isinstance(created, int) else None
         partition.add([StreamMessage(at[0], at[1], offset, None, bytes(message.body or b""), own, timestamp)])
 
     def _follows(self, at: At, subscription: Subscription, offset: int) -> bool:
@@ -311,6 +325,16 @@ class RabbitReader:
         except (DBAPIError, PoolTimeout) as error:
             log.warning("stream_member_not_removed", error=type(error).__name__)
         self._broker.collect()
+
+
+def _refusal(queue: str, error: Exception) -> str:
+    if isinstance(error, NotFound):
+        return f"RabbitMQ has no stream {queue!r}"
+    if isinstance(error, AccessRefused):
+        return f"RabbitMQ refuses {queue!r}: its user has no right to read it"
+    if isinstance(error, ResourceLocked):
+        return f"RabbitMQ refuses {queue!r}: another connection has it for itself alone"
+    return f"RabbitMQ refuses {queue!r}: it is no stream, or reads no offsets"
 
 
 def _require_amqp(broker: BrokerConnection) -> None:

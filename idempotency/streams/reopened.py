@@ -2,41 +2,54 @@
 
 from __future__ import annotations
 
-import threading
 import time
+from collections import deque
 
 from ..attempt.policy import Policy
 from ..attempt.runtime import Runtime
 from ..errors import IdempotencyError
 from ..observe.logs import log
+from ..settings import Settings
 from ..store import stream_letters
 from ..store.statements import describe
 from ..wire.keys import OperationId
 from .alone import handle_alone
 from .declaring import Stream
 from .message import from_kept
-from .preparing import Prepared, prepare
+from .preparing import Prepared, Refused, prepare
 
-# Seconds between two looks, and how many are run at a time.
+# Seconds between two looks, and how many one finds.
 PAUSE, LIMIT = 3.0, 50
 
 
 class Reopened:
-    """What people have opened again of a stream, until `stop` is set."""
+    """What people have opened again of a stream."""
 
-    def __init__(self, runtime: Runtime, stream: Stream, policy: Policy, stop: threading.Event) -> None:
+    def __init__(self, runtime: Runtime, stream: Stream, policy: Policy) -> None:
         self._runtime = runtime
         self._stream = stream
         self._policy = policy
-        self._stop = stop
         self._look_at = 0.0
+        # What the last look has found, with what is kept of it.
+        self._found: deque[tuple[OperationId, str]] = deque()
         # Those that this code cannot run: other code may, after a restart.
         self._unreadable: set[OperationId] = set()
         # Whose operations are looked for, where this role sees those of one tenant at a time.
         self.tenants = {runtime.settings.tenant}
 
-    def run_those_due(self) -> None:
-        """Run them, once in a while. Raises SQLAlchemy's errors."""
+    @property
+    def is_waiting(self) -> bool:
+        """Whether one is known that has not run."""
+        return bool(self._found)
+
+    def run_next(self) -> None:
+        """Run one of them; look for them once in a while. Raises SQLAlchemy's errors."""
+        if not self._found:
+            self._look()
+        if self._found:
+            self._run(*self._found.popleft())
+
+    def _look(self) -> None:
         if time.monotonic() < self._look_at:
             return
         self._look_at = time.monotonic() + PAUSE
@@ -45,11 +58,9 @@ class Reopened:
             # beyond those that are there each time
             rows = stream_letters.reopened(connection, service, task, limit=LIMIT + len(self._unreadable))
         for row in rows:
-            if self._stop.is_set():
-                return
             id = OperationId(row.tenant, task, row.key)
             if id not in self._unreadable:
-                self._run(id, row.headers or "")
+                self._found.append((id, row.headers or ""))
 
     def _run(self, id: OperationId, kept: str) -> None:
         if (prepared := self._prepared(id, kept)) is None:
@@ -62,12 +73,19 @@ class Reopened:
 
     def _prepared(self, id: OperationId, kept: str) -> Prepared | None:
         """The message, if this code takes it for the same operation: its key or tenant may be read otherwise now."""
-        why = None
-        try:
-            prepared = prepare(self._stream, from_kept(kept), self._runtime.settings)
-            if isinstance(prepared, Prepared) and prepared.delivery.id == id:
-                return prepared
-        except ValueError as error:
-            why = describe(error)
-        log.error("stream_letter_unreadable", stream=self._stream.name, key=id.key, error=why)
+        found = same_operation(self._stream, id, kept, self._runtime.settings)
+        if isinstance(found, Prepared):
+            return found
+        log.error("stream_letter_unreadable", stream=self._stream.name, key=id.key, error=found)
         return None
+
+
+def same_operation(stream: Stream, id: OperationId, kept: str, settings: Settings) -> Prepared | str:
+    """The message that a letter has kept, if this code takes it for the operation `id`; otherwise why not, in some words."""
+    try:
+        prepared = prepare(stream, from_kept(kept), settings)
+    except ValueError as error:
+        return describe(error)
+    if isinstance(prepared, Refused):
+        return f"its message is refused as {prepared.reason}"
+    return prepared if prepared.delivery.id == id else "its message has another key or tenant"

@@ -20,6 +20,11 @@ class KafkaTopics:
     start: Start
     options: Mapping[str, str] = field(repr=False)
 
+    @property
+    def kind(self) -> str:
+        """What a position in it is of, as it is stored."""
+        return "a topic of Kafka"
+
 
 @dataclass(frozen=True, slots=True)
 class RabbitStream:
@@ -28,6 +33,11 @@ class RabbitStream:
     name: str
     partitions: int | None
     start: Start
+
+    @property
+    def kind(self) -> str:
+        """What a position in it is of, as it is stored."""
+        return "a stream of RabbitMQ" if self.partitions is None else "a super stream of RabbitMQ"
 
     @property
     def queues(self) -> list[str]:
@@ -48,7 +58,7 @@ def kafka(
     """Read topics of Kafka, at `idempotency_kafka_servers`. Needs the extra `kafka`.
 
     `group`: the consumer group that divides the partitions among processes; by default, the application's and the stream's
-    names. `start`: where to begin if there is no position yet; `latest` is where each partition ends when the first process of the
+    names, with a dot between them (one within a name is `%2E`). Two streams that read a topic need two. `start`: where to begin if there is no position yet; `latest` is where each partition ends when the first process of the
     consumer starts, and the beginning of a partition that is added later. `options`: librdkafka's, in addition to
     `idempotency_kafka_options`. Raises `SettingsError`.
     """

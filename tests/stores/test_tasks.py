@@ -312,6 +312,27 @@ def test_a_permanent_error_ends_it_at_once(deliver: Any) -> None:
 
 
 @promise("the key of a failed operation can be freed by hand")
+def test_an_error_that_is_longer_than_an_item_is_cut_and_recorded(shop: Celery, deliver: Any) -> None:
+    """An item of DynamoDB ends at 400 KB: what it refuses would be no end, and the body would run again."""
+    ran: list[str] = []
+
+    def body(self: DeduplicatedTask, account: str) -> None:
+        ran.append(account)
+        raise PermanentError("x" * 500_000, "no_account")
+
+    key = new_key()
+    task = make(shop, body, key="{account}")
+    assert isinstance(deliver(task, key).value, PermanentError)
+    again = deliver(task, key).value
+    assert isinstance(again, OperationFailed)
+    assert again.code == "no_account"
+    assert len(ran) == 1
+    stored = store_of(shop).read(id_of(task, key))
+    assert stored is not None
+    assert stored.error is not None
+    assert len(stored.error) < 1000
+
+
 def test_a_failed_key_is_free_once_it_is_dropped(shop: Celery, deliver: Any) -> None:
     key = new_key()
     deliver(failing, key, "permanent")

@@ -23,7 +23,7 @@ from tests.streams.conftest import Make
 from tests.support import bank
 from tests.support.encrypted import HOST, OTHER_HOST, authority, make_certificates
 from tests.support.processes import eventually
-from tests.support.streaming import Streaming, configure
+from tests.support.streaming import KafkaBroker, Streaming, configure
 
 
 @pytest.fixture(scope="module")
@@ -108,3 +108,19 @@ def test_a_static_member_handles_messages_as_any_other(make_streaming: Make) -> 
         stop.set()
         thread.join(20)
     assert streaming.entries() == accounts
+
+
+def test_a_message_without_a_value_is_an_event_of_none(make_streaming: Make) -> None:
+    """In a compacted topic it says that its key is deleted."""
+    kafka = make_streaming("kafka")
+    assert isinstance(kafka.broker, KafkaBroker)
+    seen: list[tuple[str, Any]] = []
+    for value in (b"{}", None):
+        kafka.broker.cluster._producer.produce(kafka.broker.topic, value, b"a0", partition=0)
+    kafka.broker.flush()
+    with kafka.handled_by(
+        lambda stream, event: seen.append((stream.key, event)), key=lambda event, m: f"{m.key}{m.offset}"
+    ):
+        eventually(lambda: kafka.positions() == {0: 2}, timeout=20)
+    assert [event for _, event in seen] == [{}, None]
+    assert kafka.letters() == []

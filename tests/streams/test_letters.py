@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import json
+from datetime import UTC, datetime
 from typing import Any
 
+import amqp
 import pytest
 
+from idempotency import PermanentError
+from idempotency.application import close_runtime
 from idempotency.errors import ChangeRefused, ReplayRefused
 from idempotency.operate.cancel import cancel
 from idempotency.operate.change import Change, Shown
 from idempotency.operate.discard import approve, request
 from idempotency.operate.people import Person
+from idempotency.operate.rename import rename_service
 from idempotency.operate.replay import replay
+from idempotency.operate.seek import seek_stream
+from idempotency.streams import Handling
 from idempotency.streams.message import from_kept
 from idempotency.wire.keys import OperationId
 from idempotency.wire.limits import HEADERS_COUNT
 from tests.support import bank
 from tests.support.processes import eventually
-from tests.support.streaming import NAME, Streaming, configure
+from tests.support.streaming import NAME, RabbitBroker, Streaming, configure, insert
 
 # Of what does not depend on the broker: with RabbitMQ, and with Kafka in `make long`.
 FEW = pytest.mark.few(1)
@@ -84,6 +91,50 @@ def test_a_message_beyond_a_limit_is_not_decoded(rabbit: Streaming) -> None:
     assert json.loads(headers)["stream-message"]["value_bytes"] == len(json.dumps({"account": "a1"}))
 
 
+@pytest.mark.parametrize("on_failure", ["continue", pytest.param("stop", marks=pytest.mark.long)])
+def test_of_a_stream_made_anew_each_refused_message_has_its_own_letter(rabbit: Streaming, on_failure: str) -> None:
+    """Its offsets come again; a letter of before stands for what was there before."""
+    rabbit.broker.publish(b"the first that cannot be decoded")
+    rabbit.broker.publish({"account": "a0"})
+    process = rabbit.start()
+    rabbit.wait_until_handled()
+    assert process.end() == 0
+    if on_failure == "stop":
+        discard(rabbit, newest(rabbit))
+    rabbit.broker.make_anew()
+    rabbit.broker.publish(b"another one, which no letter has")
+    rabbit.broker.publish({"account": "a1"})
+    configure(rabbit.environment)
+    rabbit.handler().declared()
+    seek_stream(bank.app, NAME, rabbit.broker.topic, 0, 0, CHANGE)
+    rabbit.start(on_failure=on_failure)
+    eventually(lambda: len(rabbit.letters()) == 2, what=rabbit.logs())
+    (row,) = rabbit.query("SELECT headers FROM idempotency.dead_letters ORDER BY id DESC LIMIT 1")
+    assert from_kept(row.headers).value == b"another one, which no letter has"
+    if on_failure == "continue":
+        eventually(lambda: rabbit.entries() == ["a0", "a1"], what=rabbit.logs())
+    else:
+        rabbit.wait_until_stopped("offset 0 is refused as undecodable")
+
+
+def test_a_renamed_application_stores_a_refused_message_once(rabbit: Streaming) -> None:
+    rabbit.broker.publish({"amount": 1})
+    rabbit.broker.publish({"account": "a0"})
+    process = rabbit.start(on_failure="stop")
+    rabbit.wait_until_stopped("offset 0 is refused")
+    assert process.end() == 0
+    rabbit.environment["SERVICE"] = "ledger"
+    configure(rabbit.environment)
+    close_runtime(bank.app)
+    rename_service(bank.app, "bank", "ledger", CHANGE)
+    process = rabbit.start(on_failure="stop")
+    eventually(lambda: rabbit.owners()[0] == process.pid, what=process.log)
+    eventually(lambda: "stream_stopped" in process.log, what=process.log)
+    assert rabbit.letters() == [("missing_key", "open")]
+    discard(rabbit, newest(rabbit))
+    eventually(lambda: rabbit.entries() == ["a0"], what=process.log)
+
+
 @FEW
 def test_a_key_in_the_header_is_used_where_the_handler_names_none(streaming: Streaming) -> None:
     streaming.broker.publish({"account": "a0"}, idempotency_key="k1")
@@ -143,6 +194,55 @@ def test_a_letter_that_is_replayed_runs_once_beside_the_stream(streaming: Stream
     assert streaming.entries() == ["a1", "a0"]
     (row,) = streaming.query("SELECT status, generation FROM idempotency.records WHERE key = 'a0'")
     assert (row.status, row.generation) == ("completed", 2)
+
+
+# As py-amqp reads one.
+AT = datetime(2026, 1, 1, tzinfo=UTC).replace(tzinfo=None)
+
+
+def test_what_is_replayed_has_the_headers_and_the_time_of_what_has_failed(rabbit: Streaming) -> None:
+    seen: list[tuple[Any, Any]] = []
+
+    def handle(stream: Handling, event: Any) -> None:
+        seen.append((stream.message.header("at"), stream.message.timestamp))
+        if not rabbit.letters():
+            raise PermanentError("no", "no")
+
+    assert isinstance(rabbit.broker, RabbitBroker)
+    published = amqp.Message(b'{"account": "a0"}', timestamp=1_800_000_000, application_headers={"at": AT})
+    rabbit.broker._channel.basic_publish(published, routing_key=f"{rabbit.broker.topic}-0")
+    with rabbit.handled_by(handle):
+        eventually(rabbit.letters)
+        before = len(seen)
+        replay(bank.app, newest(rabbit), CHANGE)
+        eventually(lambda: len(seen) > before, timeout=15)
+    assert set(seen) == {(AT, 1_800_000_000.0)}
+
+
+def test_a_letter_that_the_present_code_takes_for_another_operation_is_not_replayed(rabbit: Streaming) -> None:
+    def handle(stream: Handling, event: Any) -> None:
+        if event["account"] == "a0" and len(rabbit.letters()) == 0:
+            raise PermanentError("no", "no")
+        insert(stream, event["account"])
+
+    rabbit.broker.publish({"account": "a0"})
+    with rabbit.handled_by(handle, "keyed"):
+        eventually(rabbit.letters)
+    letter = newest(rabbit)
+    with (
+        rabbit.handled_by(handle, "keyed", key="v2-{event[account]}"),
+        pytest.raises(ReplayRefused, match=r"its message has another key or tenant; nothing would run it"),
+    ):
+        replay(bank.app, letter, CHANGE)
+    with (
+        rabbit.handled_by(handle, "keyed", decode=lambda value: int("no number")),
+        pytest.raises(ReplayRefused, match="its message is refused as undecodable"),
+    ):
+        replay(bank.app, letter, CHANGE)
+    assert [status for _, status in rabbit.letters()] == ["open"]
+    with rabbit.handled_by(handle, "keyed"):
+        replay(bank.app, newest(rabbit), CHANGE)
+        eventually(lambda: rabbit.entries() == ["a0"])
 
 
 def waiting(streaming: Streaming, account: str) -> Shown:

@@ -58,12 +58,12 @@ def test_one_that_was_frozen_for_longer_than_its_lease_commits_nothing(
 def test_a_former_owners_position_matches_nothing_even_if_nothing_else_is_in_its_way(rabbit: Streaming) -> None:
     place = Place("bank", "deposits", "t", 0)
     with rabbit.engine.connect() as connection:
-        old = streams.take(connection, place, "one", lease=60.0, regardless=False)
+        old = streams.take(connection, place, "one", source="s", lease=60.0, regardless=False)
         assert old is not None
-        assert streams.take(connection, place, "two", lease=60.0, regardless=False) is None
+        assert streams.take(connection, place, "two", source="s", lease=60.0, regardless=False) is None
         old = streams.begin(connection, old, 5)
         assert old is not None
-        new = streams.take(connection, place, "two", lease=60.0, regardless=True)
+        new = streams.take(connection, place, "two", source="s", lease=60.0, regardless=True)
         assert new is not None
         assert new.position == 5
         with pytest.raises(streams.PartitionLost):

@@ -68,6 +68,35 @@ def test_a_renamed_application_goes_on_where_it_was(streaming: Streaming) -> Non
     assert streaming.entries() == accounts
 
 
+def test_an_application_is_renamed_also_if_a_process_has_run_under_the_new_name(rabbit: Streaming) -> None:
+    """What it found under the old name is another application's, and refused; the earlier position counts."""
+    accounts = rabbit.broker.publish_many(5)
+    process = rabbit.start()
+    rabbit.wait_until_handled()
+    assert process.end() == 0
+    rabbit.environment["SERVICE"] = "ledger"
+    accounts += rabbit.broker.publish_many(5, first=100)
+    process = rabbit.start()
+    eventually(lambda: sorted(rabbit.entries()) == sorted(accounts), what=rabbit.logs())
+    assert rabbit.letters() == [("service_mismatch", "open")] * 5
+    configure(rabbit.environment)
+    close_runtime(bank.app)
+    renamed = rename_service(bank.app, "bank", "ledger", replace(CHANGE, request_id=None, is_verified=True))
+    assert (renamed["records"], renamed["stream_positions"]) == (5, 1)
+    eventually(lambda: "stream_partition_lost" in process.log, what=process.log)  # it reads again what it had handled
+    accounts += rabbit.broker.publish_many(5, first=200)
+    eventually(lambda: sorted(rabbit.entries()) == sorted(accounts), what=rabbit.logs())
+    (row,) = rabbit.query("SELECT service, position FROM idempotency.stream_positions")
+    assert (row.service, row.position) == ("ledger", 15)
+    assert process.end() == 0
+    assert (
+        rename_service(bank.app, "bank", "ledger", replace(CHANGE, request_id="r2", is_verified=True))[
+            "stream_positions"
+        ]
+        == 0
+    )
+
+
 def test_the_way_back_where_money_is_moved_needs_a_token(rabbit: Streaming) -> None:
     rabbit.broker.publish_many(10)
     process = rabbit.start()

@@ -65,6 +65,11 @@ def deposit(stream: Handling, event: Mapping[str, Any]) -> str:
     return str(event["account"])
 
 
+def insert(stream: Handling, account: str) -> None:
+    """One row, as a deposit makes one."""
+    stream.session.execute(bank.INSERT, {"account": account, "amount": stream.message.offset})
+
+
 HANDLERS: dict[str, Callable[[Handling, Any], Any]] = {"deposit": deposit}
 
 
@@ -318,6 +323,28 @@ class Streaming:
         thread.start()
         try:
             yield
+        finally:
+            stop.set()
+            thread.join(20)
+
+    @contextmanager
+    def handled_by(
+        self, fn: Callable[[Handling, Any], Any], name: str | None = None, source: Source | None = None, **options: Any
+    ) -> Iterator[Consumer]:
+        """While entered, a thread of this process handles the stream by this handler; without a name, under a new one."""
+        name = name or f"s{uuid4().hex[:6]}"
+        HANDLERS[name] = fn
+        configure(self.environment)
+        stream, runtime, stop = (
+            Handler(source or self.broker.source(), name, name, options).declared(),
+            self.runtime,
+            threading.Event(),
+        )
+        consumer = Consumer(runtime, stream, lambda held: make_reader(bank.app, runtime, stream, None, held), stop)
+        thread = threading.Thread(target=consumer.run)
+        thread.start()
+        try:
+            yield consumer
         finally:
             stop.set()
             thread.join(20)

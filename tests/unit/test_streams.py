@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
+from decimal import Decimal
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ import pytest
 from idempotency.errors import InvalidKey, MissingKey, SettingsError
 from idempotency.settings import Settings
 from idempotency.streams import StreamMessage, kafka, rabbitmq_stream, stream
+from idempotency.streams.declaring import stream_of
 from idempotency.streams.kafka_options import configuration
 from idempotency.streams.message import from_kept
 from idempotency.streams.naming import naming
@@ -78,9 +81,42 @@ def test_what_a_stream_may_not_be_is_refused() -> None:
             refused()
 
 
+def test_two_streams_of_one_group_may_not_read_one_topic() -> None:
+    stream("grouped", source=kafka("t1", "t2", group="g"))(lambda given, event: None)
+    stream("grouped", source=kafka("t1", "t2", group="g"))(
+        lambda given, event: None
+    )  # as when its module is imported again
+    stream("grouped-too", source=kafka("t3", group="g"))(lambda given, event: None)
+    stream("of-a-group-of-its-own", source=kafka("t2", group="h"))(lambda given, event: None)
+    with pytest.raises(SettingsError, match="group 'g' reads 't2' for stream 'grouped'"):
+        stream("grouped-as-well", source=kafka("t2", group="g"))(lambda given, event: None)
+    assert stream_of("stream.grouped-as-well") is None
+
+
+def test_no_two_applications_have_one_default_group() -> None:
+    groups = set()
+    for service, name in (
+        ("shop", "eu.orders"),
+        ("shop.eu", "orders"),
+        ("shop%2Eeu", "orders"),
+        ("shop", "eu%2Eorders"),
+    ):
+        given = {"kafka_servers": "127.0.0.1:9092", "service": service}
+        settings = Settings.read({"database_url": "postgresql+psycopg://localhost/x", **given})
+        groups.add(configuration(kafka("t"), settings, name=name, instance=None)["group.id"])
+    assert len(groups) == 4
+
+
 def test_a_letter_gives_the_message_back_byte_for_byte() -> None:
+    of_amqp = {
+        "at": datetime(2026, 1, 1, tzinfo=UTC),
+        "d": Decimal("1.50"),
+        "utf-8": "x",
+        "in": [{"b": b"\xff", "n": None}],
+    }
     for value in (b'{"a": 1}', b"\xff\x00", b"", None, "naïve\0".encode()):
-        kept = StreamMessage("t", 3, 7, b"\xfe", value, [("a", b"\xff"), ("a", b"x"), ("n", 5)], 12.5)
+        headers = [("a", b"\xff"), ("a", b"x"), ("n", 5), ("at", datetime(2026, 1, 1, tzinfo=UTC)), ("t", of_amqp)]
+        kept = StreamMessage("t", 3, 7, b"\xfe", value, headers, 12.5)
         import json
 
         assert from_kept(json.dumps(kept.kept())) == kept
