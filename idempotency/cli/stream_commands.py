@@ -87,7 +87,7 @@ def status(
                 row.consumer,
                 f"{row.topic}/{row.partition}",
                 row.position,
-                row.lag,
+                _lag(row.lag, row.lease_left),
                 _owner(row.owner, row.lease_left),
                 row.advanced_at,
                 row.stopped,
@@ -95,6 +95,13 @@ def status(
             for row in rows
         ],
     )
+
+
+def _lag(seen: int | None, lease_left: float | None) -> str:
+    """How many messages wait, as far as anyone knows: only who reads a partition sees what comes to it."""
+    if lease_left is not None and lease_left > 0:
+        return "" if seen is None else f"{seen:,}"
+    return f"{seen:,} or more" if seen else "not known"
 
 
 def _owner(owner: str | None, lease_left: float | None) -> str:

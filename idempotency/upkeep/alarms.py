@@ -36,7 +36,7 @@ from ..settings import Settings
 from ..store import alarms as stored
 from ..store.overview import QueueState, Snapshot, monitoring_connection
 from ..store.statements import is_news
-from ..streams.declaring import TASK_PREFIX
+from ..streams.declaring import TASK_PREFIX, declared_streams
 from ..text import one_line
 from . import overview
 from .alerts import ALARM_INTERVALS, can_send, post
@@ -179,8 +179,10 @@ def _of_streams(found: Snapshot, settings: Settings) -> Iterator[Alarm]:
             advice = "as it says; until then, nothing that comes after it is handled"
             stopped = f"{row.topic}/{row.partition}: {row.stopped}"
             yield Alarm(f"{STREAM_STOPPED}/{name}", subject, stopped, advice, look="stream status", fields=fields)
-        elif row.lag and (row.lease_left is None or row.lease_left < 0):
-            waiting = f"no process handles {row.topic}/{row.partition}; {row.lag:,} messages wait"
+        elif (row.lag or row.consumer in declared_streams()) and (row.lease_left is None or row.lease_left < 0):
+            # only who reads a partition sees what comes to it
+            waiting = f"{row.lag:,} messages wait, or more" if row.lag else "whether messages wait is not known"
+            waiting = f"no process handles {row.topic}/{row.partition}; {waiting}"
             advice, patience = f"start `{framework().command} stream`", settings.alarm_unconsumed
             yield Alarm(f"{STREAM_UNOWNED}/{name}", subject, waiting, advice, patience, "stream status", fields)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from celery import Celery
 from sqlalchemy import Engine, text
 
+from idempotency import streams
 from idempotency.application import settings_of
 from idempotency.observe import metrics
 from idempotency.store.overview import monitoring_connection
@@ -41,6 +42,23 @@ def test_gauges_and_alarms_tell_of_lag_and_of_what_has_stopped(bank: Celery, eng
     assert set(alarms) == {"stream_unowned/deposits/t/0", "stream_stopped/deposits/t/1"}
     assert "offset 5 has failed" in alarms["stream_stopped/deposits/t/1"].found
     assert alarms["stream_unowned/deposits/t/0"].patience == settings.alarm_unconsumed
+
+
+def test_a_partition_without_an_owner_alarms_though_nothing_has_been_seen_to_wait(bank: Celery, engine: Engine) -> None:
+    """Nobody reads it, so nobody sees what comes. What the application no longer declares alarms only with what was seen to wait."""
+    with engine.connect() as connection:
+        connection.execute(INSERT)
+        connection.exec_driver_sql("UPDATE idempotency.stream_positions SET end_position = position")
+    settings = settings_of(bank)
+
+    def unowned() -> list[str]:
+        with monitoring_connection(settings) as connection:
+            alarms = lasting(overview.take_snapshot(connection, bank, settings), settings)
+        return [alarm.found for alarm in alarms if alarm.kind == "stream_unowned"]
+
+    assert unowned() == []
+    streams.stream("deposits", source=streams.kafka("t"))(lambda stream, event: None)
+    assert unowned() == ["no process handles t/0; whether messages wait is not known"]
 
 
 def test_what_was_handled_is_counted(rabbit: Streaming) -> None:
