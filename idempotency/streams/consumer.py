@@ -10,6 +10,7 @@ from itertools import islice
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
+from ..attempt.claim import peek
 from ..attempt.endings import Ended, Finished, Release
 from ..attempt.run import Outcome
 from ..attempt.runtime import Runtime
@@ -201,6 +202,9 @@ class Consumer:
             return
         self._reopened.tenants.add(prepared.delivery.id.tenant)
         try:
+            if (left := partition.due_at - time.monotonic()) > 0 and isinstance(self._peek(prepared), Busy):
+                partition.wait(min(left, STOPPED_PAUSE))
+                return
             with handled(self._runtime, self.stream, [prepared.message]):
                 outcome = handle_alone(self._runtime, self.stream, self._policy, prepared, partition)
         except (PartitionLost, DBAPIError, PoolTimeout):
@@ -212,6 +216,10 @@ class Consumer:
             return
         self._answer(partition, prepared, outcome)
 
+    def _peek(self, prepared: Prepared) -> object:
+        """What a claim would find. One that is too early would be counted as a duplicate, each time."""
+        return peek(self._runtime, prepared.delivery)
+
     def _answer(self, partition: Partition, prepared: Prepared, outcome: Outcome) -> None:
         """What becomes of the position after one message."""
         to = prepared.message.offset + 1
@@ -222,10 +230,12 @@ class Consumer:
             case Completed():
                 self._pass(partition, to, "duplicate")
             case Release(delay=delay):
-                partition.wait(min(delay, STOPPED_PAUSE))
+                partition.wait_for_attempt(delay, look=STOPPED_PAUSE)
             case Busy(due_in=due_in):
-                longest = min(BUSY_PAUSE, self._runtime.settings.lease / 10)
-                partition.wait(longest if due_in is None else min(due_in, STOPPED_PAUSE))
+                if due_in is None:
+                    partition.wait(min(BUSY_PAUSE, self._runtime.settings.lease / 10))
+                else:
+                    partition.wait_for_attempt(due_in, look=STOPPED_PAUSE)
             case Mismatch(generation=generation):
                 refused = Refused(prepared.message, "fingerprint_mismatch", "")
                 self._refuse(partition, refused, goes_on=True, prepared=prepared, generation=generation)

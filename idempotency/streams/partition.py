@@ -20,6 +20,8 @@ class Partition:
     at_hand: deque[StreamMessage] = field(default_factory=deque)
     # Nothing is done before this time, by the monotonic clock; `pause` has what the next wait lasts.
     waits_until: float = 0.0
+    # When the first message's next attempt is due, by the same clock: before, it is only looked whether a person has decided.
+    due_at: float = 0.0
     # Messages of these offsets are handled one by one, each in a transaction of its own.
     alone: range = range(0)
     # So are the next ones, this many: the process that had them before may have died of one, and only alone is that counted.
@@ -62,9 +64,15 @@ class Partition:
         """Do nothing for so long; other partitions go on."""
         self.waits_until = time.monotonic() + seconds
 
+    def wait_for_attempt(self, seconds: float, *, look: float) -> None:
+        """Leave the first message alone for so long, but for a look after `look` seconds; other partitions go on."""
+        self.due_at = time.monotonic() + seconds
+        self.wait(min(seconds, look))
+
     def moved(self, to: int) -> None:
         """The position is here now, committed."""
         self.held = self.held.at(to)
+        self.due_at = 0.0
         while self.at_hand and self.at_hand[0].offset < to:
             self.at_hand.popleft()
             self.suspected = max(self.suspected - 1, 0)

@@ -139,6 +139,9 @@ def test_a_partition_that_waits_for_a_cancelled_attempt_goes_on_at_once(rabbit: 
     with rabbit.handled_by(handle, "waits"):
         sought = "SELECT fence FROM idempotency.records WHERE status = 'released'"
         (row,) = eventually(lambda: rabbit.query(sought), timeout=8)
+        time.sleep(2.5)  # it has looked once by then
+        (seen,) = rabbit.query("SELECT duplicates, attempts FROM idempotency.records")
+        assert (seen.duplicates, seen.attempts) == (0, 0)
         cancel(bank.app, Shown(OperationId("default", "stream.waits", "a0"), "released", row.fence), CHANGE)
         eventually(lambda: rabbit.entries() == ["a1"], timeout=8)
     assert rabbit.letters() == [("cancelled", "open")]
