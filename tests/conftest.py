@@ -224,11 +224,12 @@ def environment(servers: services.Services, application_database: str, redis_url
 
 
 @pytest.fixture(autouse=True)
-def nothing_shared(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def nothing_shared() -> Iterator[None]:
     """What a test declares is not given to applications that other tests make later, as Celery would; nor are its streams."""
-    monkeypatch.setattr(declaring, "_declared", dict(declaring._declared))
-    shared = set(_state._on_app_finalizers)
+    shared, streams = set(_state._on_app_finalizers), dict(declaring._declared)
     yield
+    declaring._declared.clear()
+    declaring._declared.update(streams)
     _state._on_app_finalizers.intersection_update(shared)
 
 
