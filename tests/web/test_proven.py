@@ -1,0 +1,525 @@
+"""Each asserts the bad outcome: it passes while the fault is there."""
+
+from __future__ import annotations
+
+import html
+import re
+import threading
+import time
+from typing import Any
+
+import httpx
+import pytest
+from celery import Celery
+from sqlalchemy import Connection, Engine, text
+
+from idempotency import PermanentError
+from idempotency.web import desk as desks
+from idempotency.wire.keys import OperationId
+from tests.support import bank as b
+from tests.support import operations as op
+from tests.support.deliveries import Deliveries
+from tests.support.operations import make_due
+from tests.support.tasks import Provider, lost, make_task
+from tests.web.conftest import PAGE, Open
+from tests.web.test_changes import audited, deliver_all, letters, shown
+
+HIDDEN = re.compile(r'<input type="hidden" name="([^"]+)" value="([^"]*)"')
+
+
+def declining(bank: Celery, codes: dict[str, str] | None = None, **options: Any) -> Any:
+    def body(self: Any, n: int) -> str:
+        if n in state:
+            raise PermanentError("no", state[n])
+        return "ok"
+
+    state: dict[int, str] = {}
+    task = make_task(bank, body, **options)
+    task.declined = state
+    return task
+
+
+# ---------------------------------------------------------------- bulk
+
+
+def test_a_bulk_confirms_warnings_that_nobody_has_read(
+    browser: Open, bank: Celery, deliveries: Deliveries, connection: Connection
+) -> None:
+    """What is confirmed is what matches when the second form comes, not what the first page has shown."""
+    task = declining(bank)
+    task.declined[1] = "card_declined"
+    deliveries.deliver(task, n=1, key="k1")
+    otto = browser("otto")
+    first = otto.post("/bulk/begin", {"only_reason": "card_declined", "reason": "again"})
+    assert first.status_code == 200
+    assert "k1" in first.text and "k2" not in first.text
+    assert "Of 1 letters" in first.text
+    form = {html.unescape(n): html.unescape(v) for n, v in HIDDEN.findall(first.text.split('action="/bulk/begin"')[1])}
+    # meanwhile a second one is declined
+    task.declined[2] = "card_declined"
+    deliveries.deliver(task, n=2, key="k2")
+    begun = otto.client.post("/bulk/begin", data=form, headers={"Origin": PAGE})
+    assert begun.status_code == 303
+    page = otto.get(begun.headers["location"])
+    assert "0 of 2 completed" in shown(page)
+    task.declined.clear()
+    of = dict(HIDDEN.findall(page.text.split('action="/bulk/next"')[1]))["of"]
+    otto.post("/bulk/next", {"of": of})
+    deliver_all(bank, deliveries, connection)
+    otto.post("/bulk/next", {"of": of})
+    deliver_all(bank, deliveries, connection)
+    # k2's warning was never on any screen, and it was replayed
+    assert [row.key for row in audited(connection, "replay")] == ["k1", "k2"]
+
+
+def test_a_bulk_of_many_confirms_all_but_shows_twenty(
+    browser: Open, bank: Celery, deliveries: Deliveries, connection: Connection
+) -> None:
+    task = declining(bank)
+    for n in range(30):
+        task.declined[n] = "card_declined"
+        deliveries.deliver(task, n=n, key=f"key-{n:03}")
+    otto = browser("otto")
+    first = otto.post("/bulk/begin", {"only_reason": "card_declined", "reason": "again"})
+    assert "key-019" in first.text
+    assert "key-029" not in first.text
+    begun = otto.post("/bulk/begin", {"only_reason": "card_declined", "reason": "again", "confirmed": "1"})
+    assert begun.status_code == 303
+
+
+def test_a_bulk_never_ends_once_what_has_completed_is_purged(
+    browser: Open, bank: Celery, deliveries: Deliveries, connection: Connection
+) -> None:
+    """A record is purged after its retention; the letter stays longer: "1 running", and no next stage, for ever."""
+    task = declining(bank)
+    for n in range(2):
+        task.declined[n] = "gone"
+        deliveries.deliver(task, n=n, key=f"k{n}")
+    task.declined.clear()
+    otto = browser("otto")
+    begun = otto.post("/bulk/begin", {"only_reason": "gone", "reason": "again", "confirmed": "1"})
+    page = otto.get(begun.headers["location"])
+    of = dict(HIDDEN.findall(page.text.split('action="/bulk/next"')[1]))["of"]
+    otto.post("/bulk/next", {"of": of})
+    deliver_all(bank, deliveries, connection)
+    assert "1 of 2 completed" in shown(otto.get(begun.headers["location"]))
+    connection.execute(text("DELETE FROM idempotency.records WHERE key = 'k0'"))
+    after = re.sub(r"\s+", " ", shown(otto.get(begun.headers["location"])))
+    assert "0 of 2 completed · 1 running" in after
+    assert "those before have not ended yet" in shown(otto.post("/bulk/next", {"of": of}))
+
+
+def test_a_bulk_says_that_one_failed_again_which_has_completed(
+    browser: Open, bank: Celery, deliveries: Deliveries, connection: Connection
+) -> None:
+    """An older letter of the operation about something else is open, and has a higher number: "1 failed again"."""
+    task = declining(bank)
+    task.declined[1] = "gone"
+    deliveries.deliver(task, n=1, key="k")
+    (first,) = letters(connection)
+    # the same key was used with other arguments meanwhile: rejected, a letter of its own
+    deliveries.deliver(task, n=2, key="k")
+    reasons = [(row.reason, row.status) for row in letters(connection)]
+    assert ("fingerprint_mismatch", "open") in reasons, reasons
+    task.declined.clear()
+    otto = browser("otto")
+    begun = otto.post("/bulk/begin", {"only_reason": "gone", "reason": "again", "confirmed": "1"})
+    page = otto.get(begun.headers["location"])
+    of = dict(HIDDEN.findall(page.text.split('action="/bulk/next"')[1]))["of"]
+    otto.post("/bulk/next", {"of": of})
+    at_once = shown(otto.get(begun.headers["location"]))
+    deliver_all(bank, deliveries, connection)
+    status = connection.execute(text("SELECT status FROM idempotency.records WHERE key = 'k'")).scalar_one()
+    assert status == "completed"
+    after = re.sub(r"\s+", " ", shown(otto.get(begun.headers["location"])))
+    assert "0 of 1 completed · 1 failed" in after, after
+    assert "1 failed again" in after
+    assert "failed again" in at_once, "even before it has run"
+
+
+def test_a_bulk_of_500_has_an_address_that_a_proxy_refuses(
+    browser: Open, connection: Connection, bank: Celery
+) -> None:
+    """nginx: large_client_header_buffers 4 8k (request line), proxy_buffer_size 4k|8k (Location)."""
+    from idempotency.web.bulk import Bulk  # noqa: F401
+    from tests.support.asgi import Client  # noqa: F401
+
+    otto = browser("otto")
+    sessions = otto.client.app.state.desk.sessions
+    import hashlib
+
+    ids = list(range(10_345_000, 10_345_000 + 7 * 500, 7))
+    read = {str(i): hashlib.sha256(str(i).encode()).hexdigest()[:16] for i in ids}
+    signed = sessions.sign("bulk", ["f" * 32, ids, "otto", "again", read, True])
+    assert len(f"/bulk?of={signed}") > 8 * 1024
+
+
+# ---------------------------------------------------------------- sessions
+
+
+def test_a_cookie_of_another_application_takes_the_session(browser: Open) -> None:
+    """SimpleCookie stops at what it does not like: a JSON cookie of the parent domain, and nobody can log in."""
+    otto = browser("otto")
+    (cookie,) = (each for each in otto.client.cookies.jar if each.name == "__Host-idempotency")
+    mine = f"__Host-idempotency={cookie.value}"
+    otto.client.cookies.clear()
+    assert otto.get("/", headers={"Cookie": mine}).status_code == 200
+    for theirs in ('prefs={"theme":"dark"}', "a=b c", "x[1]=2"):
+        answer = otto.get("/", headers={"Cookie": f"{theirs}; {mine}"})
+        print(theirs, answer.status_code)
+    answer = otto.get("/", headers={"Cookie": f'prefs={{"theme":"dark"}}; {mine}'})
+    assert (answer.status_code, answer.headers["location"]) == (303, "/login?next=%2F")
+
+
+# ---------------------------------------------------------------- reveal
+
+
+def test_a_reveal_sent_again_says_that_the_database_did_not_answer(
+    browser: Open, bank: Celery, deliveries: Deliveries, connection: Connection
+) -> None:
+    deliveries.deliver(b.failing, "a1", "permanent")
+    (letter,) = letters(connection)
+    otto = browser("otto")
+    form = {"reason": "ticket 7", "request_id": "r1"}
+    assert otto.post(f"/letters/{letter.id}/reveal", form).status_code == 200
+    again = otto.post(f"/letters/{letter.id}/reveal", form)  # reload
+    assert (again.status_code, "the database did not answer in time" in again.text) == (503, True)
+
+
+def test_a_reason_with_nul(
+    browser: Open, bank: Celery, deliveries: Deliveries, connection: Connection
+) -> None:
+    deliveries.deliver(b.failing, "a1", "permanent")
+    (letter,) = letters(connection)
+    otto = browser("otto")
+    found = {
+        path: otto.post(f"/letters/{letter.id}/{path}", {"reason": "a\0b", "confirmed": "1"}).status_code
+        for path in ("reveal", "discard", "replay")
+    }
+    assert 503 in found.values() or 500 in found.values(), found
+
+
+def test_a_result_with_half_a_surrogate_pair_cannot_be_revealed(
+    browser: Open, bank: Celery, deliveries: Deliveries, connection: Connection
+) -> None:
+    task = make_task(bank, lambda self, n: {"name": "Zo\ud83d"})
+    deliveries.deliver(task, n=1, key="k")
+    row = connection.execute(text("SELECT * FROM idempotency.records")).one()
+    print(row.status, row.result, row.error)
+    otto = browser("otto")
+    answer = otto.post("/operation/reveal", {"tenant": row.tenant, "task": row.task, "key": row.key, "reason": "x"})
+    assert answer.status_code == 500, answer.text
+
+
+# ---------------------------------------------------------------- what the page does not find, and does not say
+
+
+def test_a_key_is_not_found_where_there_are_many_tenants(browser: Open, connection: Connection) -> None:
+    """2,000 pairs of tenant and task are skipped through, of all applications and tenants; then the page says that there is none."""
+    held = op.failed(connection, OperationId("zeta", "tests.support.bank.deposit", "the-key"))
+    assert browser("otto").get("/operations?key=the-key").status_code == 303
+    connection.execute(
+        text(
+            "INSERT INTO idempotency.records SELECT (jsonb_populate_record(r, jsonb_build_object('tenant', 't' || n, 'key', 'other'))).*"
+            " FROM idempotency.records r, generate_series(1, 2000) n WHERE r.key = 'the-key'"
+        )
+    )
+    said = shown(browser("otto").get("/operations?key=the-key"))
+    assert "No operation that you may see has the key the-key" in re.sub(r"\s+", " ", said)
+    assert held is not None
+
+
+def test_a_call_in_doubt_that_still_tries_is_hidden_by_500_that_wait(
+    browser: Open, bank: Celery, deliveries: Deliveries, connection: Connection, engine: Engine
+) -> None:
+    task = make_task(bank, lambda self: self.effect("charge", Provider(lost(), lost())), max_attempts=5)
+    deliveries.deliver(task, key="k")
+    otto = browser("otto")
+    assert "Not ended: the next attempt asks" in otto.get("/doubts").text
+    connection.execute(text("UPDATE idempotency.records SET queue = 'payments' WHERE key = 'k'"))
+    early = op.early(connection, queue="mails")
+    connection.execute(
+        text(
+            "INSERT INTO idempotency.records SELECT (jsonb_populate_record(r, jsonb_build_object('key', 'w' || n))).*"
+            " FROM idempotency.records r, generate_series(1, 500) n WHERE r.key = :key"
+        ),
+        {"key": early.id.key},
+    )
+    page = otto.get("/doubts").text
+    assert "Not ended" not in page
+    assert "no call is in doubt" in page
+
+
+def test_a_call_whose_worker_has_died_is_not_in_doubt(browser: Open, bank: Celery, connection: Connection) -> None:
+    """Held, its lease over, with a call that was begun: neither list has it until somebody recovers it."""
+    held = op.expired(connection)
+    connection.execute(
+        text(
+            "UPDATE idempotency.records SET effects = jsonb_build_object('charge', jsonb_build_object('kind', 'effect', 'state', 'begun',"
+            " 'key', 'pk', 'number', 0, 'position', 0, 'begun_at', 1700000000)) WHERE key = :key"
+        ),
+        {"key": held.id.key},
+    )
+    page = browser("otto").get("/doubts").text
+    assert "no call is in doubt" in page
+    assert "Not ended" not in page
+
+
+# ---------------------------------------------------------------- tenants
+
+
+def test_a_person_of_one_tenant_sees_queues_and_processes_of_others(browser: Open, connection: Connection) -> None:
+    op.started(connection, OperationId("globex", "x", "k"), queue="globex-payments")
+    op.early(connection, OperationId("globex", "x", "k2"), queue="globex-mails")
+    connection.execute(
+        text(
+            "INSERT INTO idempotency.outbox (tenant, task, key, fingerprint, queue, message, service, status) VALUES"
+            " ('globex', 'x', 'k3', 'v1:x', 'globex-orders', '{}', 'bank', 'pending')"
+        )
+    ) if False else None
+    page = browser("tina").get("/").text
+    print([name for name in ("globex-payments", "globex-mails", "globex-orders") if name in page])
+    assert "globex" in page
+
+
+# ---------------------------------------------------------------- a database that is slow
+
+
+def test_pages_queue_up_behind_a_slow_database_one_after_the_other(
+    browser: Open, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A look that failed is kept by nobody: each waiter tries again, after the one before, for `STATEMENT` each."""
+    import asyncio
+
+    otto = browser("otto")
+    (cookie,) = (each for each in otto.client.cookies.jar if each.name == "__Host-idempotency")
+    app = otto.client.app
+    assert otto.get("/").status_code == 200
+    app.state.desk.forget()
+    blocker = engine.connect().execution_options(isolation_level="READ COMMITTED")
+    began = blocker.begin()
+    blocker.execute(text("LOCK TABLE idempotency.outbox IN ACCESS EXCLUSIVE MODE"))
+    took: list[float] = []
+
+    async def ask() -> None:
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+        async with httpx.AsyncClient(
+            transport=transport, base_url=PAGE, timeout=120, cookies={"__Host-idempotency": cookie.value or ""}
+        ) as client:
+
+            async def one() -> None:
+                since = time.monotonic()
+                answer = await client.get("/")
+                took.append(time.monotonic() - since)
+                print(answer.status_code, round(took[-1], 1))
+
+            await asyncio.gather(*(one() for _ in range(6)))
+
+    try:
+        asyncio.run(ask())
+    finally:
+        began.rollback()
+        blocker.close()
+    assert max(took) > 4 * desks.STATEMENT / 1000
+
+
+def test_health_and_static_do_not_answer_while_40_pages_wait(browser: Open, engine: Engine) -> None:
+    """40 threads: as many open pages, and neither /health nor a page that asks nothing of the database is answered."""
+    import asyncio
+
+    otto = browser("otto")
+    (cookie,) = (each for each in otto.client.cookies.jar if each.name == "__Host-idempotency")
+    app = otto.client.app
+    app.state.desk.forget()
+    blocker = engine.connect().execution_options(isolation_level="READ COMMITTED")
+    began = blocker.begin()
+    blocker.execute(text("LOCK TABLE idempotency.outbox IN ACCESS EXCLUSIVE MODE"))
+    took: list[float] = []
+
+    async def ask() -> None:
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+        async with httpx.AsyncClient(
+            transport=transport, base_url=PAGE, timeout=300, cookies={"__Host-idempotency": cookie.value or ""}
+        ) as client:
+            waiting = [asyncio.create_task(client.get("/")) for _ in range(45)]
+            await asyncio.sleep(2)
+            since = time.monotonic()
+            health = asyncio.create_task(client.get("/health"))
+            done, _ = await asyncio.wait([health], timeout=12)
+            took.append(time.monotonic() - since)
+            print("health answered", bool(done), took)
+            await asyncio.get_running_loop().run_in_executor(None, began.rollback)
+            await asyncio.gather(*waiting, health)
+
+    try:
+        asyncio.run(ask())
+    finally:
+        blocker.close()
+    assert took[0] > 4.5
+
+
+# ---------------------------------------------------------------- second batch
+
+
+def test_a_session_of_many_tenants_is_longer_than_browsers_keep(browser: Open) -> None:
+    """Over 4,096 bytes a browser drops the cookie and says nothing: the login goes round in circles."""
+    from uuid import uuid4
+
+    from idempotency.operate.people import Person
+
+    sessions = browser("otto").client.app.state.desk.sessions
+    issuer = "https://login.company.example/realms/staff"
+    person = Person("5f2c", "operator", issuer, tenants=frozenset(str(uuid4()) for _ in range(150)))
+    assert len("__Host-idempotency=" + sessions.begin(person)) > 4096
+
+
+def test_a_session_that_ends_in_the_middle_of_a_bulk_cannot_be_begun_again(
+    browser: Open, bank: Celery, deliveries: Deliveries, connection: Connection
+) -> None:
+    """The cookie that the login leaves has the whole address of the bulk in it, and is dropped by browsers over 4,096 bytes."""
+    task = declining(bank)
+    for n in range(100):
+        task.declined[n] = "card_declined"
+        deliveries.deliver(task, n=n, key=f"key-{n:03}")
+    begun = browser("otto").post(
+        "/bulk/begin", {"only_reason": "card_declined", "reason": "again", "confirmed": "1"}
+    )
+    at = begun.headers["location"]
+    other = browser(None)
+    to_login = other.get(at)
+    assert to_login.status_code == 303
+    left = other.get(to_login.headers["location"])
+    cookie = next(each for each in left.headers.get_list("set-cookie") if each.startswith("idempotency-login="))
+    print(len(at), len(cookie.split(";")[0]))
+    assert len(cookie.split(";")[0]) > 4096
+
+
+def test_a_bulk_that_goes_on_goes_on_after_a_refusal(
+    browser: Open, bank: Celery, deliveries: Deliveries, connection: Connection
+) -> None:
+    """Docs: it goes no further when one is refused. The page sends the next form by itself, each second, for ever."""
+    task = declining(bank)
+    for n in range(2):
+        task.declined[n] = "gone"
+        deliveries.deliver(task, n=n, key=f"k{n}")
+    task.declined.clear()
+    otto = browser("otto")
+    begun = otto.post("/bulk/begin", {"only_reason": "gone", "reason": "again", "confirmed": "1", "goes_on": "1"})
+    page = otto.get(begun.headers["location"])
+    of = dict(HIDDEN.findall(page.text.split('action="/bulk/next"')[1]))["of"]
+    otto.post("/bulk/next", {"of": of})
+    deliver_all(bank, deliveries, connection)
+    connection.execute(text("UPDATE idempotency.dead_letters SET reason = 'beyond_limit' WHERE key = 'k1'"))
+    refused = otto.post("/bulk/next", {"of": of})
+    after = otto.get(refused.headers["location"])
+    assert "was refused" in after.text
+    assert "data-submit" in after.text
+    assert "Stopped:" not in after.text
+
+
+def test_the_preview_of_an_older_letter_says_that_it_runs_and_it_is_refused(
+    browser: Open, bank: Celery, deliveries: Deliveries, connection: Connection
+) -> None:
+    task = declining(bank)
+    task.declined[1] = "gone"
+    deliveries.deliver(task, n=1, key="k")
+    (letter,) = letters(connection)
+    connection.execute(text("UPDATE idempotency.records SET generation = 2 WHERE key = 'k'"))
+    otto = browser("otto")
+    assert "Its body runs again, as generation 3" in shown(otto.get(f"/letters/{letter.id}"))
+    sent = otto.post(f"/letters/{letter.id}/replay", {"reason": "x", "confirmed": "1"})
+    assert sent.status_code == 409, sent.text
+
+
+def test_the_preview_of_a_completed_operation_says_that_its_declined_call_is_called(
+    browser: Open, bank: Celery, deliveries: Deliveries, connection: Connection
+) -> None:
+    task = declining(bank)
+    task.declined[1] = "gone"
+    deliveries.deliver(task, n=1, key="k")
+    (letter,) = letters(connection)
+    connection.execute(
+        text(
+            "UPDATE idempotency.records SET status = 'completed', error = NULL, error_code = NULL, result = '1', effects ="
+            " jsonb_build_object('charge', jsonb_build_object('kind', 'effect', 'state', 'begun', 'key', 'pk', 'number', 0, 'position', 0,"
+            " 'begun_at', 1700000000)) WHERE key = 'k'"
+        )
+    )
+    said = shown(browser("otto").get(f"/letters/{letter.id}"))
+    assert "Its operation is completed; a replay only delivers its message again" in said
+    assert "else it is called again under this key" in said
+
+
+def test_a_large_result_is_revealed_as_something_else(
+    browser: Open, bank: Celery, deliveries: Deliveries, connection: Connection
+) -> None:
+    task = make_task(bank, lambda self: {"words": "the-customers-own-words " * 20_000})
+    deliveries.deliver(task, key="k")
+    row = connection.execute(text("SELECT * FROM idempotency.records")).one()
+    answer = browser("otto").post(
+        "/operation/reveal", {"tenant": row.tenant, "task": row.task, "key": row.key, "reason": "x"}
+    )
+    print(row.status, str(row.result)[:100], answer.status_code)
+    assert answer.status_code == 200
+    assert "the-customers-own-words" not in answer.text
+
+
+def test_what_only_has_a_letter_cannot_be_revealed(
+    browser: Open, bank: Celery, deliveries: Deliveries, connection: Connection
+) -> None:
+    deliveries.deliver(b.failing, "a1", "permanent")
+    row = connection.execute(text("SELECT * FROM idempotency.records")).one()
+    connection.execute(text("DELETE FROM idempotency.records"))
+    otto = browser("otto")
+    named = {"tenant": row.tenant, "task": row.task, "key": row.key}
+    shown_ = otto.get("/operation", params=named)
+    assert shown_.status_code == 200
+    assert 'action="/operation/cancel"' in shown_.text
+    assert otto.post("/operation/reveal", named | {"reason": "x"}).status_code == 404
+
+
+def test_the_page_of_an_unfinished_operation_cannot_do_what_its_runbook_says(
+    browser: Open, bank: Celery, deliveries: Deliveries, connection: Connection
+) -> None:
+    """unfinished.md: give the money back by hand, then `effects resolve KEY EFFECT --not-happened --end`."""
+    from idempotency.web import runbooks
+
+    def body(self: Any, n: int) -> None:
+        self.effect("charge", lambda *, idempotency_key: {"charge": "ch_1"})
+        raise PermanentError("no", "gone")
+
+    task = make_task(bank, body)
+    deliveries.deliver(task, n=1, key="k")
+    (letter,) = letters(connection)
+    row = connection.execute(text("SELECT * FROM idempotency.records")).one()
+    print(letter.reason, row.error_code, row.effects)
+    otto = browser("otto")
+    answer = otto.post(
+        "/doubts/resolve",
+        {"tenant": row.tenant, "task": row.task, "key": "k", "effect": "charge", "status": row.status, "fence": str(row.fence),
+         "outcome": "not_happened", "end": "1", "reason": "given back"},
+    )  # fmt: skip
+    print(answer.status_code, shown(answer)[-300:] if answer.status_code != 303 else "")
+    assert "--not-happened --end" in str(runbooks.html("unfinished"))
+    assert letter.reason == "unfinished"
+    assert answer.status_code == 409
+
+
+@pytest.mark.parametrize("text_", ["NaN", "[" * 500 + "]" * 500, "[" * 900 + "]" * 900, '"\\ud83d"', "1e999", '{"a":1,"a":2}', "9" * 5000])
+def test_results_of_every_kind(
+    browser: Open, bank: Celery, deliveries: Deliveries, connection: Connection, engine: Engine, text_: str
+) -> None:
+    task = make_task(bank, lambda self: self.effect("charge", Provider(lost(), lost())), max_attempts=2)
+    for _ in range(3):
+        deliveries.deliver(task, key="k")
+        make_due(engine, "k")
+    row = connection.execute(text("SELECT * FROM idempotency.records")).one()
+    assert row.status == "failed"
+    answer = browser("otto").post(
+        "/doubts/resolve",
+        {"tenant": row.tenant, "task": row.task, "key": "k", "effect": "charge", "status": row.status, "fence": str(row.fence),
+         "outcome": "happened", "result": text_, "reason": "found"},
+    )  # fmt: skip
+    row = connection.execute(text("SELECT * FROM idempotency.records")).one()
+    print(text_[:20], answer.status_code, str(row.effects)[:300])
+    assert answer.status_code in (500, 503)
