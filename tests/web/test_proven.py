@@ -13,7 +13,7 @@ import pytest
 from celery import Celery
 from sqlalchemy import Connection, Engine, text
 
-from idempotency import PermanentError
+from idempotency import IdempotentTask, PermanentError
 from idempotency.web import desk as desks
 from idempotency.wire.keys import OperationId
 from tests.support import bank as b
@@ -446,20 +446,6 @@ def test_the_preview_of_a_completed_operation_says_that_its_declined_call_is_cal
     assert "else it is called again under this key" in said
 
 
-def test_a_large_result_is_revealed_as_something_else(
-    browser: Open, bank: Celery, deliveries: Deliveries, connection: Connection
-) -> None:
-    task = make_task(bank, lambda self: {"words": "the-customers-own-words " * 5_000})
-    deliveries.deliver(task, key="k")
-    row = connection.execute(text("SELECT * FROM idempotency.records")).one()
-    answer = browser("otto").post(
-        "/operation/reveal", {"tenant": row.tenant, "task": row.task, "key": row.key, "reason": "x"}
-    )
-    print(row.status, str(row.result)[:100], answer.status_code)
-    assert answer.status_code == 200
-    assert "the-customers-own-words" not in answer.text
-
-
 def test_what_only_has_a_letter_cannot_be_revealed(
     browser: Open, bank: Celery, deliveries: Deliveries, connection: Connection
 ) -> None:
@@ -637,8 +623,10 @@ def test_the_preview_of_a_stopped_saga_does_not_say_that_a_refund_is_called(
             raise PermanentError("the provider is closed", "closed")
         self.effect("refund", call)
 
-    refunds = bank.task(name="web.refund", base=__import__("idempotency").IdempotentTask, bind=True, key="{id}", shared=False,
-                        max_attempts=1)(lambda self, id, **k: refund(self))  # fmt: skip
+    def give_back(self: Any, id: str, result: Any = None) -> None:
+        refund(self)
+
+    refunds = bank.task(name="web.refund", base=IdempotentTask, bind=True, key="{id}", shared=False, max_attempts=1)(give_back)
 
     @saga("web.order", key="{id}", entity="id", app=bank)
     def order(saga: Any, id: str) -> None:
@@ -660,3 +648,67 @@ def test_the_preview_of_a_stopped_saga_does_not_say_that_a_refund_is_called(
     assert len(refunded) == 1, "the replay has called outside"
     assert "none is recorded" in said
     assert "refund" not in said.split("What a replay would do")[1].split("The customer has heard")[0]
+
+
+# ---------------------------------------------------------------- fourth batch
+
+
+def test_calls_that_still_try_are_cut_off_at_100_and_nothing_says_so(
+    browser: Open, bank: Celery, deliveries: Deliveries, connection: Connection
+) -> None:
+    task = make_task(bank, lambda self: self.effect("charge", Provider(lost(), lost())), max_attempts=5)
+    deliveries.deliver(task, key="k")
+    connection.execute(
+        text(
+            "INSERT INTO idempotency.records SELECT (jsonb_populate_record(r, jsonb_build_object('key', 'w' || n))).*"
+            " FROM idempotency.records r, generate_series(1, 149) n WHERE r.key = 'k'"
+        )
+    )
+    page = browser("otto").get("/doubts").text
+    part = page[page.index('id="tried"') :]
+    assert part.count('<th scope="row">charge<br>') == 100
+    said = shown(browser("otto").get("/doubts"))
+    for word in ("150", "first 100", "100 ", "more", "Older"):
+        assert word not in said.split("Not ended: the next attempt asks")[1].split("replays the operation")[0], word
+
+
+def test_failures_stop_counting_and_nothing_says_so(
+    browser: Open, bank: Celery, deliveries: Deliveries, connection: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At 200,000, of which ones is not said either: there is no order. Here at 3 of 5."""
+    task = declining(bank)
+    for n in range(5):
+        task.declined[n] = "gone"
+        deliveries.deliver(task, n=n, key=f"k{n}")
+    monkeypatch.setattr("idempotency.store.letter_pages.BOUND", 3)
+    said = re.sub(r"\s+", " ", shown(browser("otto").get("/failures")))
+    assert f"gone {task.name} - 3 " in said
+    assert "3+" not in said
+
+
+def test_sagas_of_one_moment_are_on_no_page(
+    browser: Open, bank: Celery, deliveries: Deliveries, connection: Connection
+) -> None:
+    """The next page begins before the time of the last one: those of the same time are skipped."""
+    from idempotency.sagas import saga
+
+    @saga("web.trip2", key="{name}", entity="name", events={"picked": "{name}"}, app=bank)
+    def trip(saga: Any, name: str) -> None:
+        saga.wait_for("picked", match=name, timeout=3600.0)
+
+    deliveries.deliver(trip, "s")
+    connection.execute(
+        text(
+            "INSERT INTO idempotency.sagas SELECT (jsonb_populate_record(g, jsonb_build_object('id', gen_random_uuid(), 'key', 'trip-' || n))).*"
+            " FROM idempotency.sagas g, generate_series(1, 59) n WHERE g.key = 's'"
+        )
+    )
+    otto, seen, at = browser("otto"), set(), "/sagas"
+    for _ in range(4):
+        page = otto.get(at).text
+        seen |= set(re.findall(r'title="([^"]+)"', page))
+        following = re.search(r'rel="next" href="([^"]+)"', page)
+        if following is None:
+            break
+        at = html.unescape(following[1])
+    assert len(seen) == 50, "of 60"
