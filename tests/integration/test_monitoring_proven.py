@@ -49,3 +49,19 @@ def test_the_runbook_of_a_silent_process_kills_whatever_has_its_number_now() -> 
         assert another.wait(5) == -9
     finally:
         another.kill()
+
+
+def test_how_a_worker_is_started_again_is_no_word_of_a_shell(tmp_path: Path) -> None:
+    """START is put into the page's command as it is; a worker's name or queue with a space or `;` in it is more than one word."""
+    from types import SimpleNamespace
+
+    from idempotency.upkeep.alarms import _start
+
+    mark = tmp_path / "ran"
+    process = SimpleNamespace(kind="worker", name=f"w@h$(touch {mark})", queues=["eu payments", "a;b"])
+    start = _start(process)  # type: ignore[arg-type]
+    line = next(each for each in commands((DIRECTORY / "silent.md").read_text()) if "START" in each.command)
+    filled = line.filled({"START": start}).removesuffix("&").replace("celery -A", "true celery -A")
+    subprocess.run(["/bin/sh", "-c", filled], check=False, capture_output=True)
+    assert mark.exists()
+    assert "--queues eu payments,a;b" in start

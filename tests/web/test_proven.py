@@ -668,7 +668,7 @@ def test_calls_that_still_try_are_cut_off_at_100_and_nothing_says_so(
     part = page[page.index('id="tried"') :]
     assert part.count('<th scope="row">charge<br>') == 100
     said = shown(browser("otto").get("/doubts"))
-    for word in ("150", "first 100", "100 ", "more", "Older"):
+    for word in ("150", "first 100", "The first", " more", "Older"):
         assert word not in said.split("Not ended: the next attempt asks")[1].split("replays the operation")[0], word
 
 
@@ -712,3 +712,102 @@ def test_sagas_of_one_moment_are_on_no_page(
             break
         at = html.unescape(following[1])
     assert len(seen) == 50, "of 60"
+
+
+# ---------------------------------------------------------------- figures of the flow
+
+
+def many(connection: Connection, key: str, count: int) -> None:
+    """More records like that of this key."""
+    connection.execute(
+        text(
+            "INSERT INTO idempotency.records SELECT (jsonb_populate_record(r, jsonb_build_object('key', r.key || n))).*"
+            " FROM idempotency.records r, generate_series(1, :count) n WHERE r.key = :key"
+        ),
+        {"key": key, "count": count},
+    )
+
+
+def figures(answer: Any, queue: str) -> str:
+    row = answer.text[answer.text.index(f'<th scope="row" class="mono">{queue}</th>') :]
+    return re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", row[: row.index("</tr>")])).strip()
+
+
+def test_the_flow_says_0_for_a_tenant_behind_others_and_no_plus(browser: Open, connection: Connection) -> None:
+    """10,000 of globex are looked at, acme's 50 come after them: `0`, and not `0+` or `?`."""
+    first = op.early(connection, OperationId("globex", "x", "g"), queue="payments")
+    op.age(connection, first.id, available_at=60)
+    many(connection, "g", 10_000)
+    mine = op.early(connection, OperationId("acme", "x", "a"), queue="payments")
+    op.age(connection, mine.id, available_at=600)
+    many(connection, "a", 49)
+    said = figures(browser("tina").get("/"), "payments")
+    print(said)
+    assert said == "payments 0 0 ? ? 0 0 0 0 –"
+
+
+def test_the_flow_says_10000_run_where_more_do_and_no_plus(browser: Open, connection: Connection) -> None:
+    op.started(connection, OperationId("acme", "x", "a"), queue="payments", token="t")
+    connection.execute(
+        text(
+            "INSERT INTO idempotency.records SELECT (jsonb_populate_record(r, jsonb_build_object('key', r.key || n, 'token', 't' || n))).*"
+            " FROM idempotency.records r, generate_series(1, 10100) n WHERE r.key = 'a'"
+        )
+    )
+    said = figures(browser("otto").get("/"), "payments")
+    print(said)
+    assert "10\u202f000" in said
+    assert "+" not in said
+
+
+def test_the_flow_counts_what_a_tenant_has_ended_without_a_plus(browser: Open, connection: Connection) -> None:
+    """acme: one that ended just now, and 50 half an hour ago; between them 10,000 of globex: `1`."""
+    op.completed(connection, OperationId("acme", "x", "a"), queue="payments")
+    many(connection, "a", 50)
+    connection.execute(text("UPDATE idempotency.records SET completed_at = clock_timestamp() - interval '30 minutes'"))
+    op.completed(connection, OperationId("globex", "x", "g"), queue="payments")
+    many(connection, "g", 10_000)
+    op.completed(connection, OperationId("acme", "x", "new"), queue="payments")
+    said = figures(browser("tina").get("/"), "payments")
+    print(said)
+    assert re.search(r"\b1 0 \d+ s$", said), said
+    assert "+" not in said
+
+
+def test_a_process_that_an_observer_has_noted_is_listed_and_its_page_is_not_there(
+    browser: Open, bank: Celery, connection: Connection
+) -> None:
+    from idempotency.application import runtime_of
+    from idempotency.sagas import observe
+
+    with runtime_of(bank).engine.begin() as own:
+        observe(own, "placement", "order-7", "requested", None, status="RUNNING", app=bank)
+    otto = browser("otto")
+    page = otto.get("/sagas").text
+    assert "order-7" in page
+    path = html.unescape(re.search(r'href="(/saga\?[^"]+)"', page)[1])  # type: ignore[index]
+    assert otto.get(path).status_code == 404
+
+
+def test_the_tenants_of_another_application_are_listed(browser: Open, connection: Connection) -> None:
+    op.completed(connection, OperationId("secret-customer-of-shop", "shop.pay", "k"))
+    connection.execute(text("UPDATE idempotency.records SET service = 'shop'"))
+    otto = browser("otto")
+    assert "secret-customer-of-shop" in otto.get("/tenants").text
+    assert "secret-customer-of-shop" not in otto.get("/operations").text
+
+
+def test_a_path_with_a_slash_at_its_end_leads_to_plain_http(browser: Open) -> None:
+    """Behind a proxy the server sees http: its redirect leaves TLS."""
+    import asyncio
+
+    otto = browser("otto")
+    (cookie,) = (each for each in otto.client.cookies.jar if each.name == "__Host-idempotency")
+
+    async def ask() -> Any:
+        transport = httpx.ASGITransport(otto.client.app, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://ops.test") as client:  # as uvicorn sees it
+            return await client.get("/letters/", headers={"Cookie": f"__Host-idempotency={cookie.value}"})
+
+    answer = asyncio.run(ask())
+    assert (answer.status_code, answer.headers["location"]) == (307, "http://ops.test/letters")
