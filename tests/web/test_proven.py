@@ -756,7 +756,7 @@ def test_the_flow_says_10000_run_where_more_do_and_no_plus(browser: Open, connec
     )
     said = figures(browser("otto").get("/"), "payments")
     print(said)
-    assert "10\u202f000" in said
+    assert "10 000" in said
     assert "+" not in said
 
 
@@ -811,3 +811,116 @@ def test_a_path_with_a_slash_at_its_end_leads_to_plain_http(browser: Open) -> No
 
     answer = asyncio.run(ask())
     assert (answer.status_code, answer.headers["location"]) == (307, "http://ops.test/letters")
+
+
+# ---------------------------------------------------------------- several processes, restarts, links
+
+
+def test_the_pages_of_two_applications_on_one_machine_take_each_others_sessions(bank: Celery) -> None:
+    """A cookie has no port: with the page of a second application open, each form of the first is refused."""
+    from idempotency.web.application import create_app
+    from tests.support.asgi import Client
+
+    shop, other = create_app(bank, port=8500), create_app(bank, port=8501)
+    with Client(shop, "http://127.0.0.1:8500") as one, Client(other, "http://127.0.0.1:8501") as two:
+        one.get("/")
+        csrf = re.search(r'name="csrf" value="([^"]+)"', one.get("/doubts").text)
+        mine = one.cookies["idempotency"]
+        visitor = shop.state.desk.sessions.visitor(mine)
+        # the browser sends it to the other port as well, which makes a new one in its place
+        two.cookies.set("idempotency", mine, domain="127.0.0.1")
+        two.cookies.clear()
+        two.get("/", headers={"Cookie": f"idempotency={mine}"})
+        theirs = two.cookies["idempotency"]
+        assert theirs != mine
+        one.cookies.clear()
+        sent = one.post(
+            "/letters/1/replay",
+            data={"csrf": visitor.csrf, "reason": "x"},
+            headers={"Origin": "http://127.0.0.1:8500", "Cookie": f"idempotency={theirs}"},
+        )
+        assert (sent.status_code, "the form is of another session" in sent.text) == (403, True)
+        assert csrf is None or csrf
+    shop.state.desk.close()
+    other.state.desk.close()
+
+
+def test_a_bulk_of_a_page_with_a_token_is_lost_when_its_process_begins_again(
+    bank: Celery, connection: Connection, deliveries: Deliveries
+) -> None:
+    """Docs: "the page's address has the signed list, so it can be looked at from any process, later". Its secret is the process's."""
+    from idempotency.operate.change import Change
+    from idempotency.operate.people import add_operator
+    from idempotency.web.application import create_app
+    from tests.support.asgi import Client
+
+    task = declining(bank)
+    for n in range(2):
+        task.declined[n] = "gone"
+        deliveries.deliver(task, n=n, key=f"k{n}")
+    token = add_operator(connection, Change("setup", "tests"), "ann", "operator", days=1)
+    app = create_app(bank, token=token)
+    with Client(app, "http://localhost:8500") as client:
+        client.get("/")
+        csrf = app.state.desk.sessions.visitor(client.cookies["idempotency"]).csrf
+        form = {"csrf": csrf, "reason": "again", "confirmed": "1", "only_reason": "gone"}
+        at = client.post("/bulk/begin", data=form, headers={"Origin": "http://localhost:8500"}).headers["location"]
+        assert "0 of 2 completed" in shown(client.get(at))
+    app.state.desk.close()
+    again = create_app(bank, token=token)
+    with Client(again, "http://localhost:8500") as client:
+        answer = client.get(at)
+        assert (answer.status_code, "no bulk replay of this page" in answer.text) == (409, True)
+    again.state.desk.close()
+
+
+def test_opening_a_link_sends_the_next_stage(
+    browser: Open, bank: Celery, deliveries: Deliveries, connection: Connection
+) -> None:
+    """For a week: a tab that a browser restores, or a link in a chat, replays the rest one second after it is opened."""
+    task = declining(bank)
+    for n in range(20):
+        task.declined[n] = "gone"
+        deliveries.deliver(task, n=n, key=f"k{n:02}")
+    task.declined.clear()
+    otto = browser("otto")
+    begun = otto.post(
+        "/bulk/begin", {"only_reason": "gone", "reason": "again", "confirmed": "1", "goes_on": "1"}
+    ).headers["location"]
+    of = dict(HIDDEN.findall(otto.get(begun).text.split('action="/bulk/next"')[1]))["of"]
+    otto.post("/bulk/next", {"of": of})
+    deliver_all(bank, deliveries, connection)
+    next_morning = browser("otto").get(begun).text
+    assert '<form method="post" action="/bulk/next" data-submit="1">' in next_morning
+    assert "Replay the next 10" in next_morning
+
+
+def test_two_tabs_that_send_a_stage_at_once(
+    browser: Open, bank: Celery, deliveries: Deliveries, connection: Connection
+) -> None:
+    """Sound? Each letter is to be replayed once, whatever is said."""
+    task = declining(bank)
+    for n in range(12):
+        task.declined[n] = "gone"
+        deliveries.deliver(task, n=n, key=f"k{n:02}")
+    task.declined.clear()
+    one, two = browser("otto"), browser("otto")
+    begun = one.post("/bulk/begin", {"only_reason": "gone", "reason": "again", "confirmed": "1"}).headers["location"]
+    of = dict(HIDDEN.findall(one.get(begun).text.split('action="/bulk/next"')[1]))["of"]
+    one.post("/bulk/next", {"of": of})
+    deliver_all(bank, deliveries, connection)
+    forms = [(each, each.csrf()) for each in (one, two)]
+    said: list[str] = []
+
+    def send(page: Any, csrf: str) -> None:
+        answer = page.post("/bulk/next", {"of": of}, csrf=csrf)
+        said.append(f"{answer.status_code} " + (re.sub(r"\s+", " ", shown(page.get(answer.headers["location"])))[200:420] if answer.status_code == 303 else ""))
+
+    threads = [threading.Thread(target=send, args=each) for each in forms]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    print(said)
+    replayed = [row.key for row in audited(connection, "replay")]
+    assert sorted(replayed) == [f"k{n:02}" for n in range(11)]
