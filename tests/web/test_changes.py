@@ -325,10 +325,28 @@ def test_a_replay_of_what_was_declined_needs_to_be_read_and_is_made_once(
     asked = {"reason": "ticket 1", "request_id": "once"}
     refused = page.post(f"/letters/{letter.id}/replay", asked)
     assert (refused.status_code, "say that you have read this" in shown(refused)) == (409, True)
+    unread = page.post(f"/letters/{letter.id}/replay", asked | {"confirmed": "1"})
+    assert unread.status_code == 409, "a tick says which warnings were read"
+    confirmed = {"confirmed": tick(refused)}
     for _ in range(2):
-        assert page.post(f"/letters/{letter.id}/replay", asked | {"confirmed": "1"}).status_code == 303
+        assert page.post(f"/letters/{letter.id}/replay", asked | confirmed).status_code == 303
     (row,) = audited(connection, "replay")
     assert (row.actor, row.reason) == ("otto", "ticket 1")
+
+
+def tick(page: Any) -> str:
+    """What the page has in its tick for having read its warnings."""
+    found = re.search(r'name="confirmed" value="([^"]+)"', page.text)
+    assert found is not None
+    return found[1]
+
+
+def confirm(page: Browser, answer: Any) -> Any:
+    """Send the form in which a person has read the warnings of a bulk."""
+    form = re.findall(r'name="([^"]+)" value="([^"]*)"', answer.text.split('action="/bulk/begin"')[1])
+    return page.post(
+        "/bulk/begin", {html.unescape(name): html.unescape(value) for name, value in form if name != "csrf"}
+    )
 
 
 def flaky(bank: Celery, fails: set[str]) -> Any:
@@ -406,7 +424,8 @@ def test_a_bulk_replay_of_what_was_declined_is_read_first(
     page = browser("otto")
     asked = begin(page, b.failing)
     assert (asked.status_code, "2 were declined or cancelled" in shown(asked)) == (200, True)
-    begun = begin(page, b.failing, confirmed="1")
+    assert begin(page, b.failing, confirmed="1").status_code == 200, "nobody has read them"
+    begun = confirm(page, asked)
     of = dict(re.findall(r'name="(of)" value="([^"]*)"', page.get(begun.headers["location"]).text))
     assert page.post("/bulk/next", of).status_code == 303
     assert len(audited(connection, "replay")) == 1

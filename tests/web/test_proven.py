@@ -42,51 +42,6 @@ def declining(bank: Celery, codes: dict[str, str] | None = None, **options: Any)
 # ---------------------------------------------------------------- bulk
 
 
-def test_a_bulk_confirms_warnings_that_nobody_has_read(
-    browser: Open, bank: Celery, deliveries: Deliveries, connection: Connection
-) -> None:
-    """What is confirmed is what matches when the second form comes, not what the first page has shown."""
-    task = declining(bank)
-    task.declined[1] = "card_declined"
-    deliveries.deliver(task, n=1, key="k1")
-    otto = browser("otto")
-    first = otto.post("/bulk/begin", {"only_reason": "card_declined", "reason": "again"})
-    assert first.status_code == 200
-    assert "k1" in first.text and "k2" not in first.text
-    assert "Of 1 letters" in first.text
-    form = {html.unescape(n): html.unescape(v) for n, v in HIDDEN.findall(first.text.split('action="/bulk/begin"')[1])}
-    # meanwhile a second one is declined
-    task.declined[2] = "card_declined"
-    deliveries.deliver(task, n=2, key="k2")
-    begun = otto.client.post("/bulk/begin", data=form, headers={"Origin": PAGE})
-    assert begun.status_code == 303
-    page = otto.get(begun.headers["location"])
-    assert "0 of 2 completed" in shown(page)
-    task.declined.clear()
-    of = dict(HIDDEN.findall(page.text.split('action="/bulk/next"')[1]))["of"]
-    otto.post("/bulk/next", {"of": of})
-    deliver_all(bank, deliveries, connection)
-    otto.post("/bulk/next", {"of": of})
-    deliver_all(bank, deliveries, connection)
-    # k2's warning was never on any screen, and it was replayed
-    assert [row.key for row in audited(connection, "replay")] == ["k1", "k2"]
-
-
-def test_a_bulk_of_many_confirms_all_but_shows_twenty(
-    browser: Open, bank: Celery, deliveries: Deliveries, connection: Connection
-) -> None:
-    task = declining(bank)
-    for n in range(30):
-        task.declined[n] = "card_declined"
-        deliveries.deliver(task, n=n, key=f"key-{n:03}")
-    otto = browser("otto")
-    first = otto.post("/bulk/begin", {"only_reason": "card_declined", "reason": "again"})
-    assert "key-019" in first.text
-    assert "key-029" not in first.text
-    begun = otto.post("/bulk/begin", {"only_reason": "card_declined", "reason": "again", "confirmed": "1"})
-    assert begun.status_code == 303
-
-
 def test_a_bulk_never_ends_once_what_has_completed_is_purged(
     browser: Open, bank: Celery, deliveries: Deliveries, connection: Connection
 ) -> None:
@@ -137,23 +92,6 @@ def test_a_bulk_says_that_one_failed_again_which_has_completed(
     assert "failed again" in at_once, "even before it has run"
 
 
-def test_a_bulk_of_500_has_an_address_that_a_proxy_refuses(
-    browser: Open, connection: Connection, bank: Celery
-) -> None:
-    """nginx: large_client_header_buffers 4 8k (request line), proxy_buffer_size 4k|8k (Location)."""
-    from idempotency.web.bulk import Bulk  # noqa: F401
-    from tests.support.asgi import Client  # noqa: F401
-
-    otto = browser("otto")
-    sessions = otto.client.app.state.desk.sessions
-    import hashlib
-
-    ids = list(range(10_345_000, 10_345_000 + 7 * 500, 7))
-    read = {str(i): hashlib.sha256(str(i).encode()).hexdigest()[:16] for i in ids}
-    signed = sessions.sign("bulk", ["f" * 32, ids, "otto", "again", read, True])
-    assert len(f"/bulk?of={signed}") > 8 * 1024
-
-
 # ---------------------------------------------------------------- sessions
 
 
@@ -186,9 +124,7 @@ def test_a_reveal_sent_again_says_that_the_database_did_not_answer(
     assert (again.status_code, "the database did not answer in time" in again.text) == (503, True)
 
 
-def test_a_reason_with_nul(
-    browser: Open, bank: Celery, deliveries: Deliveries, connection: Connection
-) -> None:
+def test_a_reason_with_nul(browser: Open, bank: Celery, deliveries: Deliveries, connection: Connection) -> None:
     deliveries.deliver(b.failing, "a1", "permanent")
     (letter,) = letters(connection)
     otto = browser("otto")
@@ -373,23 +309,6 @@ def test_a_session_of_many_tenants_is_longer_than_browsers_keep(browser: Open) -
     assert len("__Host-idempotency=" + sessions.begin(person)) > 4096
 
 
-def test_a_session_that_ends_in_the_middle_of_a_bulk_cannot_be_begun_again(browser: Open) -> None:
-    """The cookie that the login leaves has the whole address of the bulk in it, and is dropped by browsers over 4,096 bytes."""
-    import hashlib
-    from urllib.parse import urlencode
-
-    sessions = browser("otto").client.app.state.desk.sessions
-    ids = list(range(345_000, 345_000 + 3 * 250, 3))
-    read = {str(i): hashlib.sha256(str(i).encode()).hexdigest()[:16] for i in ids}
-    signed = sessions.sign("bulk", ["0123456789abcdef" * 2, ids, "otto", "card scheme was down", read, False])
-    other = browser(None)
-    to_login = other.get(f"/bulk?{urlencode({'of': signed})}")
-    assert to_login.status_code == 303
-    left = other.get(to_login.headers["location"])
-    cookie = next(each for each in left.headers.get_list("set-cookie") if each.startswith("idempotency-login="))
-    assert len(cookie.split(";")[0]) > 4096
-
-
 def test_a_bulk_that_goes_on_goes_on_after_a_refusal(
     browser: Open, bank: Celery, deliveries: Deliveries, connection: Connection
 ) -> None:
@@ -531,39 +450,7 @@ def test_a_bulk_is_over_when_its_letters_are_gone(
     assert "It is over." in said
 
 
-def test_a_tick_for_one_warning_confirms_another(
-    browser: Open, bank: Celery, deliveries: Deliveries, connection: Connection
-) -> None:
-    """What a person has read is not in the form: what is confirmed is what it is when the form comes."""
-    task = declining(bank)
-    task.declined[1] = "gone"
-    deliveries.deliver(task, n=1, key="k")
-    (letter,) = letters(connection)
-    connection.execute(text("UPDATE idempotency.records SET error_code = 'cancelled' WHERE key = 'k'"))
-    connection.execute(
-        text(
-            "UPDATE idempotency.records SET error = jsonb_set(error::jsonb, '{code}', '\"cancelled\"')::text WHERE key = 'k'"
-        )
-    )
-    otto = browser("otto")
-    before = shown(otto.get(f"/letters/{letter.id}"))
-    print(re.findall(r"was [^.]*", before))
-    connection.execute(
-        text(
-            "UPDATE idempotency.records SET error_code = 'card_declined', error = jsonb_set(error::jsonb, '{code}',"
-            " '\"card_declined\"')::text WHERE key = 'k'"
-        )
-    )
-    sent = otto.post(f"/letters/{letter.id}/replay", {"reason": "x", "confirmed": "1"})
-    after = shown(otto.get(f"/letters/{letter.id}"))
-    print(re.findall(r"was [^.]*", after))
-    assert "was cancelled by a person" in before
-    assert sent.status_code == 303
-
-
-def test_an_issuer_that_is_silent_keeps_the_page_from_all(
-    browser: Open, bank: Celery, configure: Any
-) -> None:
+def test_an_issuer_that_is_silent_keeps_the_page_from_all(browser: Open, bank: Celery, configure: Any) -> None:
     """/login needs no session; it waits for the issuer with a lock, 5 s each, on the threads that answer everybody."""
     import asyncio
     import socket
@@ -576,9 +463,7 @@ def test_an_issuer_that_is_silent_keeps_the_page_from_all(
     # with the same issuer name the sessions stay good; only its address is asked elsewhere
     app = otto.client.app
     login = app.state.desk.login
-    login._settings = login._settings.model_copy(
-        update={"oidc_issuer": f"http://127.0.0.1:{silent.getsockname()[1]}"}
-    )
+    login._settings = login._settings.model_copy(update={"oidc_issuer": f"http://127.0.0.1:{silent.getsockname()[1]}"})
     took: list[tuple[bool, float]] = []
 
     async def ask() -> None:
@@ -587,9 +472,7 @@ def test_an_issuer_that_is_silent_keeps_the_page_from_all(
             strangers = [asyncio.create_task(client.get("/login")) for _ in range(45)]
             await asyncio.sleep(1)
             since = time.monotonic()
-            mine = asyncio.create_task(
-                client.get("/doubts", headers={"Cookie": f"__Host-idempotency={cookie.value}"})
-            )
+            mine = asyncio.create_task(client.get("/doubts", headers={"Cookie": f"__Host-idempotency={cookie.value}"}))
             done, _ = await asyncio.wait([mine], timeout=15)
             took.append((bool(done), time.monotonic() - since))
             for each in [*strangers, mine]:
@@ -626,7 +509,9 @@ def test_the_preview_of_a_stopped_saga_does_not_say_that_a_refund_is_called(
     def give_back(self: Any, id: str, result: Any = None) -> None:
         refund(self)
 
-    refunds = bank.task(name="web.refund", base=IdempotentTask, bind=True, key="{id}", shared=False, max_attempts=1)(give_back)
+    refunds = bank.task(name="web.refund", base=IdempotentTask, bind=True, key="{id}", shared=False, max_attempts=1)(
+        give_back
+    )
 
     @saga("web.order", key="{id}", entity="id", app=bank)
     def order(saga: Any, id: str) -> None:
@@ -914,7 +799,14 @@ def test_two_tabs_that_send_a_stage_at_once(
 
     def send(page: Any, csrf: str) -> None:
         answer = page.post("/bulk/next", {"of": of}, csrf=csrf)
-        said.append(f"{answer.status_code} " + (re.sub(r"\s+", " ", shown(page.get(answer.headers["location"])))[200:420] if answer.status_code == 303 else ""))
+        said.append(
+            f"{answer.status_code} "
+            + (
+                re.sub(r"\s+", " ", shown(page.get(answer.headers["location"])))[200:420]
+                if answer.status_code == 303
+                else ""
+            )
+        )
 
     threads = [threading.Thread(target=send, args=each) for each in forms]
     for each in threads:
