@@ -63,11 +63,15 @@ SELECT id, status, reason, generation, failed_at, closed_at FROM idempotency.dea
 WHERE (tenant, task, key) = (%(tenant)s, %(task)s, %(key)s) ORDER BY id
 """
 
-# Where each of these letters is: open, or what has become of its operation since.
+# Where each of these letters is: open, or what has become of its operation since. The next letter of an operation is one of its own
+# end after the replay: another message under its key, which was refused, says nothing of it.
 _FOLLOWED = """
 SELECT d.id, d.status, d.reason, d.tenant, coalesce(d.task, d.header_task) AS task, d.key, r.status AS operation,
        (SELECT max(n.id) FROM idempotency.dead_letters n
-        WHERE (n.tenant, n.task, n.key) = (d.tenant, d.task, d.key) AND n.id > d.id AND n.status = 'open') AS next_letter
+        WHERE (n.tenant, n.task, n.key) = (d.tenant, coalesce(d.task, d.header_task), d.key) AND n.id <> d.id AND n.status = 'open'
+          AND n.failed_at >= d.closed_at AND (n.source = 'operation' OR d.source <> 'operation')) AS next_letter,
+       EXISTS (SELECT FROM idempotency.outbox o WHERE (o.tenant, o.task, o.key) = (d.tenant, coalesce(d.task, d.header_task), d.key)
+               AND o.settled_at IS NULL) AS is_under_way
 FROM idempotency.dead_letters d
 LEFT JOIN idempotency.records r ON (r.tenant, r.task, r.key) = (d.tenant, coalesce(d.task, d.header_task), d.key)
 WHERE d.id = ANY(%(ids)s) ORDER BY d.id

@@ -19,7 +19,7 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
-from ..errors import ChangeRefused, IdempotencyError
+from ..errors import ChangeRefused, IdempotencyError, OperationNotFound
 from ..operate.change import Change
 from ..operate.replay import replay, to_confirm
 from ..store import letter_pages
@@ -39,6 +39,8 @@ FILTER = "only_"
 KEPT = 7 * 86400.0
 # Seconds for reading the warnings before it is begun.
 CHOSEN = 3600.0
+# Seconds after a stage was sent within which its page sends the next one by itself.
+GOES_ON = 600.0
 # Characters of its address: with our other headers, a proxy's buffer of 4 KiB has room for it.
 LONGEST = 2_800
 
@@ -130,11 +132,16 @@ def _chosen(request: Request) -> list[int]:
 
 
 def progress(desk: Desk, bulk: Bulk, tenants: Sequence[str] | None) -> Progress:
-    """How far it is, by what the store says now."""
+    """How far it is, by what the store says now. Raises `OperationNotFound` unless all its letters are of these tenants."""
     with desk.reading() as connection:
-        rows = [row._asdict() for row in letter_pages.followed(connection, bulk.ids)]
-    rows = [row | {"outcome": _outcome(row)} for row in rows if tenants is None or row["tenant"] in tenants]
+        found = [row._asdict() for row in letter_pages.followed(connection, bulk.ids)]
+    rows = [row | {"outcome": _outcome(row)} for row in found]
     counts = Counter(row["outcome"] for row in rows)
+    if len(rows) < len(bulk.ids):
+        counts["gone"] = len(bulk.ids) - len(rows)
+    if tenants is not None and (counts["gone"] or any(row["tenant"] not in tenants for row in rows)):
+        # nor how many others have; a letter that is gone does not say whose it was
+        raise OperationNotFound("bulk replay: it has letters that you may not see")
     waiting = {row["id"] for row in rows if row["outcome"] == "waiting"}
     stages, begin = [], 0
     for size in (*STAGES, len(bulk.ids)):
@@ -151,10 +158,12 @@ def _outcome(row: dict[str, Any]) -> str:
             return "waiting"
         case "discarded", _:
             return "discarded"
-        case _ if row["next_letter"] is not None:
-            return "failed"
         case _, "completed" | "failed" as status:
             return str(status)
+        case _ if row["next_letter"] is not None:
+            return "failed"
+        case _, None if not row["is_under_way"]:
+            return "purged"  # it has ended, and has left no letter
     return "running"
 
 
@@ -162,8 +171,13 @@ def show(request: Request) -> Response:
     """How far it is."""
     desk, text = desk_of(request), request.query_params.get("of", "")
     bulk = Bulk.of(desk, text)
-    found = progress(desk, bulk, visitor_of(request).tenants)
-    return page(request, "bulk.html", title="Bulk replay", bulk=bulk, of=text, progress=found, stages=STAGES)
+    visitor = visitor_of(request)
+    found = progress(desk, bulk, visitor.tenants)
+    goes_on = desk.sessions.read("goes_on", request.query_params.get("goes_on", ""), age=GOES_ON)
+    return page(
+        request, "bulk.html", title="Bulk replay", bulk=bulk, of=text, progress=found, stages=STAGES,
+        goes_on=goes_on == [bulk.id, visitor.csrf],
+    )  # fmt: skip
 
 
 def send(request: Request) -> Response:
@@ -202,7 +216,9 @@ def send(request: Request) -> Response:
                 request, f"/bulk?{urlencode({'of': text})}", f"Stopped after {sent}: letter {letter} was refused: {why}"
             )
         sent += 1
-    return done(request, f"/bulk?{urlencode({'of': text})}", f"{sent} replayed.")
+    # for this session alone, and only for a while: a link that somebody opens later sends nothing by itself
+    signed = {"goes_on": desk.sessions.sign("goes_on", [bulk.id, visitor.csrf])} if bulk.goes_on else {}
+    return done(request, f"/bulk?{urlencode({'of': text} | signed)}", f"{sent} replayed.")
 
 
 routes = [

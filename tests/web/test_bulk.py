@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+import threading
 from typing import Any
 
 from celery import Celery
-from sqlalchemy import Connection
+from sqlalchemy import Connection, text
 
 from idempotency import PermanentError
 from idempotency.web import bulk
@@ -14,7 +15,7 @@ from idempotency.web.bulk import Bulk
 from tests.support.deliveries import Deliveries
 from tests.support.tasks import make_task
 from tests.web.conftest import Browser, Open
-from tests.web.test_changes import audited, confirm, deliver_all, shown
+from tests.web.test_changes import audited, confirm, deliver_all, letters, shown
 
 
 def declining(bank: Celery) -> Any:
@@ -93,3 +94,108 @@ def test_the_address_of_the_largest_bulk_fits_into_a_buffer_of_a_proxy(browser: 
     of = largest.signed(desk)
     assert len(of) < bulk.LONGEST
     assert Bulk.of(desk, of) == largest
+
+
+def test_what_has_completed_has_not_failed_again(
+    browser: Open, bank: Celery, deliveries: Deliveries, connection: Connection
+) -> None:
+    """Another message under its key was rejected, which is a letter of its own with a higher number."""
+    task = declining(bank)
+    decline(task, deliveries, 1)
+    deliveries.deliver(task, n=2, key="k01")
+    assert [(row.reason, row.status) for row in letters(connection)] == [
+        ("gone", "open"),
+        ("fingerprint_mismatch", "open"),
+    ]
+    task.declined.clear()
+    otto = browser("otto")
+    address, of = begun(otto)
+    otto.post("/bulk/next", of)
+    assert "0 of 1 completed · 1 running" in said(otto, address)
+    deliver_all(bank, deliveries, connection)
+    assert "1 of 1 completed" in said(otto, address)
+    assert "failed again as" in said(otto, address), "the column"
+    assert "Stopped" not in said(otto, address)
+
+
+def test_a_bulk_ends_also_when_what_has_completed_is_purged(
+    browser: Open, bank: Celery, deliveries: Deliveries, connection: Connection
+) -> None:
+    """A letter stays longer than its operation's record."""
+    task = declining(bank)
+    decline(task, deliveries, 0, 1)
+    task.declined.clear()
+    otto = browser("otto")
+    address, of = begun(otto)
+    otto.post("/bulk/next", of)
+    deliver_all(bank, deliveries, connection)
+    connection.execute(text("DELETE FROM idempotency.records WHERE key = 'k00'"))
+    connection.execute(text("UPDATE idempotency.outbox SET settled_at = clock_timestamp() WHERE key = 'k00'"))
+    assert "0 of 2 completed · 1 waiting · 1 purged" in said(otto, address)
+    assert otto.post("/bulk/next", of).status_code == 303
+    deliver_all(bank, deliveries, connection)
+    connection.execute(text("DELETE FROM idempotency.dead_letters WHERE key = 'k00'"))
+    assert "1 of 2 completed · 1 gone It is over." in said(otto, address)
+
+
+def test_a_bulk_is_shown_only_to_who_may_see_all_its_letters(
+    browser: Open, bank: Celery, deliveries: Deliveries, connection: Connection
+) -> None:
+    task = declining(bank)
+    decline(task, deliveries, 0, tenant="acme")
+    decline(task, deliveries, 1, tenant="globex")
+    task.declined.clear()
+    otto, tina = browser("otto"), browser("tina")
+    address, of = begun(otto, reason="globex is furious")
+    for _ in range(2):
+        answer = tina.get(address)
+        assert (answer.status_code, "furious" in answer.text, "of 2" in answer.text) == (404, False, False)
+        otto.post("/bulk/next", of)
+        deliver_all(bank, deliveries, connection)
+    connection.execute(text("DELETE FROM idempotency.dead_letters"))
+    assert tina.get(address).status_code == 404
+    assert "2 gone" in said(otto, address)
+
+
+def test_a_bulk_goes_on_by_itself_only_where_its_last_stage_was_sent(
+    browser: Open, bank: Celery, deliveries: Deliveries, connection: Connection
+) -> None:
+    """Not where somebody opens its link, in another session of the same person, and not after a refusal."""
+    task = declining(bank)
+    decline(task, deliveries, *range(12))
+    task.declined.clear()
+    otto = browser("otto")
+    address, of = begun(otto, goes_on="1")
+    assert "data-submit" not in otto.get(address).text, "a person sends the first one"
+    after = otto.post("/bulk/next", of).headers["location"]
+    deliver_all(bank, deliveries, connection)
+    assert 'data-submit="1"' in otto.get(after).text
+    for other, link in ((otto, address), (browser("otto"), after), (browser("otto"), address)):
+        page = other.get(link).text
+        assert ("Replay the next 10" in page, "data-submit" in page) == (True, False)
+    connection.execute(text("UPDATE idempotency.dead_letters SET reason = 'beyond_limit' WHERE key = 'k05'"))
+    after = otto.post("/bulk/next", of).headers["location"]
+    assert "was refused" in otto.get(after).text
+    deliver_all(bank, deliveries, connection)
+    again = otto.get(after)
+    assert ("Replay the next" in again.text, "data-submit" in again.text) == (True, False)
+
+
+def test_two_who_send_a_stage_at_once_replay_each_letter_once(
+    browser: Open, bank: Celery, deliveries: Deliveries, connection: Connection
+) -> None:
+    task = declining(bank)
+    decline(task, deliveries, *range(12))
+    task.declined.clear()
+    one, two = browser("otto"), browser("otto")
+    _, of = begun(one)
+    one.post("/bulk/next", of)
+    deliver_all(bank, deliveries, connection)
+    sends = [
+        threading.Thread(target=page.post, args=("/bulk/next", of), kwargs={"csrf": page.csrf()}) for page in (one, two)
+    ]
+    for each in sends:
+        each.start()
+    for each in sends:
+        each.join()
+    assert sorted(row.key for row in audited(connection, "replay")) == [f"k{n:02}" for n in range(11)]

@@ -42,56 +42,6 @@ def declining(bank: Celery, codes: dict[str, str] | None = None, **options: Any)
 # ---------------------------------------------------------------- bulk
 
 
-def test_a_bulk_never_ends_once_what_has_completed_is_purged(
-    browser: Open, bank: Celery, deliveries: Deliveries, connection: Connection
-) -> None:
-    """A record is purged after its retention; the letter stays longer: "1 running", and no next stage, for ever."""
-    task = declining(bank)
-    for n in range(2):
-        task.declined[n] = "gone"
-        deliveries.deliver(task, n=n, key=f"k{n}")
-    task.declined.clear()
-    otto = browser("otto")
-    begun = otto.post("/bulk/begin", {"only_reason": "gone", "reason": "again", "confirmed": "1"})
-    page = otto.get(begun.headers["location"])
-    of = dict(HIDDEN.findall(page.text.split('action="/bulk/next"')[1]))["of"]
-    otto.post("/bulk/next", {"of": of})
-    deliver_all(bank, deliveries, connection)
-    assert "1 of 2 completed" in shown(otto.get(begun.headers["location"]))
-    connection.execute(text("DELETE FROM idempotency.records WHERE key = 'k0'"))
-    after = re.sub(r"\s+", " ", shown(otto.get(begun.headers["location"])))
-    assert "0 of 2 completed · 1 running" in after
-    assert "those before have not ended yet" in shown(otto.post("/bulk/next", {"of": of}))
-
-
-def test_a_bulk_says_that_one_failed_again_which_has_completed(
-    browser: Open, bank: Celery, deliveries: Deliveries, connection: Connection
-) -> None:
-    """An older letter of the operation about something else is open, and has a higher number: "1 failed again"."""
-    task = declining(bank)
-    task.declined[1] = "gone"
-    deliveries.deliver(task, n=1, key="k")
-    (first,) = letters(connection)
-    # the same key was used with other arguments meanwhile: rejected, a letter of its own
-    deliveries.deliver(task, n=2, key="k")
-    reasons = [(row.reason, row.status) for row in letters(connection)]
-    assert ("fingerprint_mismatch", "open") in reasons, reasons
-    task.declined.clear()
-    otto = browser("otto")
-    begun = otto.post("/bulk/begin", {"only_reason": "gone", "reason": "again", "confirmed": "1"})
-    page = otto.get(begun.headers["location"])
-    of = dict(HIDDEN.findall(page.text.split('action="/bulk/next"')[1]))["of"]
-    otto.post("/bulk/next", {"of": of})
-    at_once = shown(otto.get(begun.headers["location"]))
-    deliver_all(bank, deliveries, connection)
-    status = connection.execute(text("SELECT status FROM idempotency.records WHERE key = 'k'")).scalar_one()
-    assert status == "completed"
-    after = re.sub(r"\s+", " ", shown(otto.get(begun.headers["location"])))
-    assert "0 of 1 completed · 1 failed" in after, after
-    assert "1 failed again" in after
-    assert "failed again" in at_once, "even before it has run"
-
-
 # ---------------------------------------------------------------- sessions
 
 
@@ -309,29 +259,6 @@ def test_a_session_of_many_tenants_is_longer_than_browsers_keep(browser: Open) -
     assert len("__Host-idempotency=" + sessions.begin(person)) > 4096
 
 
-def test_a_bulk_that_goes_on_goes_on_after_a_refusal(
-    browser: Open, bank: Celery, deliveries: Deliveries, connection: Connection
-) -> None:
-    """Docs: it goes no further when one is refused. The page sends the next form by itself, each second, for ever."""
-    task = declining(bank)
-    for n in range(2):
-        task.declined[n] = "gone"
-        deliveries.deliver(task, n=n, key=f"k{n}")
-    task.declined.clear()
-    otto = browser("otto")
-    begun = otto.post("/bulk/begin", {"only_reason": "gone", "reason": "again", "confirmed": "1", "goes_on": "1"})
-    page = otto.get(begun.headers["location"])
-    of = dict(HIDDEN.findall(page.text.split('action="/bulk/next"')[1]))["of"]
-    otto.post("/bulk/next", {"of": of})
-    deliver_all(bank, deliveries, connection)
-    connection.execute(text("UPDATE idempotency.dead_letters SET reason = 'beyond_limit' WHERE key = 'k1'"))
-    refused = otto.post("/bulk/next", {"of": of})
-    after = otto.get(refused.headers["location"])
-    assert "was refused" in after.text
-    assert "data-submit" in after.text
-    assert "Stopped:" not in after.text
-
-
 def test_the_preview_of_an_older_letter_says_that_it_runs_and_it_is_refused(
     browser: Open, bank: Celery, deliveries: Deliveries, connection: Connection
 ) -> None:
@@ -407,47 +334,6 @@ def test_the_page_of_an_unfinished_operation_cannot_do_what_its_runbook_says(
 
 
 # ---------------------------------------------------------------- third batch
-
-
-def test_a_person_of_one_tenant_sees_how_many_letters_others_have_in_a_bulk(
-    browser: Open, bank: Celery, deliveries: Deliveries, connection: Connection
-) -> None:
-    """And reads "0 of 2 completed … It is over." of a replay that waits for globex's letter."""
-    task = declining(bank)
-    for n, tenant in enumerate(("acme", "globex")):
-        task.declined[n] = "gone"
-        deliveries.deliver(task, n=n, key=f"k{n}", tenant=tenant)
-    task.declined.clear()
-    otto = browser("otto")
-    begun = otto.post("/bulk/begin", {"only_reason": "gone", "reason": "globex is furious", "confirmed": "1"})
-    page = otto.get(begun.headers["location"])
-    of = dict(HIDDEN.findall(page.text.split('action="/bulk/next"')[1]))["of"]
-    otto.post("/bulk/next", {"of": of})
-    deliver_all(bank, deliveries, connection)
-    said = re.sub(r"\s+", " ", shown(browser("tina").get(begun.headers["location"])))
-    assert "1 of 2 completed" in said
-    assert "It is over." in said
-    assert "globex is furious" in said
-    assert "1 of 2 completed · 1 waiting" in re.sub(r"\s+", " ", shown(otto.get(begun.headers["location"])))
-
-
-def test_a_bulk_is_over_when_its_letters_are_gone(
-    browser: Open, bank: Celery, deliveries: Deliveries, connection: Connection
-) -> None:
-    task = declining(bank)
-    task.declined[1] = "gone"
-    deliveries.deliver(task, n=1, key="k1")
-    task.declined.clear()
-    otto = browser("otto")
-    begun = otto.post("/bulk/begin", {"only_reason": "gone", "reason": "again", "confirmed": "1"})
-    page = otto.get(begun.headers["location"])
-    of = dict(HIDDEN.findall(page.text.split('action="/bulk/next"')[1]))["of"]
-    otto.post("/bulk/next", {"of": of})
-    deliver_all(bank, deliveries, connection)
-    connection.execute(text("DELETE FROM idempotency.dead_letters"))
-    said = re.sub(r"\s+", " ", shown(otto.get(begun.headers["location"])))
-    assert "0 of 1 completed" in said
-    assert "It is over." in said
 
 
 def test_an_issuer_that_is_silent_keeps_the_page_from_all(browser: Open, bank: Celery, configure: Any) -> None:
@@ -757,62 +643,3 @@ def test_a_bulk_of_a_page_with_a_token_is_lost_when_its_process_begins_again(
         answer = client.get(at)
         assert (answer.status_code, "no bulk replay of this page" in answer.text) == (409, True)
     again.state.desk.close()
-
-
-def test_opening_a_link_sends_the_next_stage(
-    browser: Open, bank: Celery, deliveries: Deliveries, connection: Connection
-) -> None:
-    """For a week: a tab that a browser restores, or a link in a chat, replays the rest one second after it is opened."""
-    task = declining(bank)
-    for n in range(20):
-        task.declined[n] = "gone"
-        deliveries.deliver(task, n=n, key=f"k{n:02}")
-    task.declined.clear()
-    otto = browser("otto")
-    begun = otto.post(
-        "/bulk/begin", {"only_reason": "gone", "reason": "again", "confirmed": "1", "goes_on": "1"}
-    ).headers["location"]
-    of = dict(HIDDEN.findall(otto.get(begun).text.split('action="/bulk/next"')[1]))["of"]
-    otto.post("/bulk/next", {"of": of})
-    deliver_all(bank, deliveries, connection)
-    next_morning = browser("otto").get(begun).text
-    assert '<form method="post" action="/bulk/next" data-submit="1">' in next_morning
-    assert "Replay the next 10" in next_morning
-
-
-def test_two_tabs_that_send_a_stage_at_once(
-    browser: Open, bank: Celery, deliveries: Deliveries, connection: Connection
-) -> None:
-    """Sound? Each letter is to be replayed once, whatever is said."""
-    task = declining(bank)
-    for n in range(12):
-        task.declined[n] = "gone"
-        deliveries.deliver(task, n=n, key=f"k{n:02}")
-    task.declined.clear()
-    one, two = browser("otto"), browser("otto")
-    begun = one.post("/bulk/begin", {"only_reason": "gone", "reason": "again", "confirmed": "1"}).headers["location"]
-    of = dict(HIDDEN.findall(one.get(begun).text.split('action="/bulk/next"')[1]))["of"]
-    one.post("/bulk/next", {"of": of})
-    deliver_all(bank, deliveries, connection)
-    forms = [(each, each.csrf()) for each in (one, two)]
-    said: list[str] = []
-
-    def send(page: Any, csrf: str) -> None:
-        answer = page.post("/bulk/next", {"of": of}, csrf=csrf)
-        said.append(
-            f"{answer.status_code} "
-            + (
-                re.sub(r"\s+", " ", shown(page.get(answer.headers["location"])))[200:420]
-                if answer.status_code == 303
-                else ""
-            )
-        )
-
-    threads = [threading.Thread(target=send, args=each) for each in forms]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join()
-    print(said)
-    replayed = [row.key for row in audited(connection, "replay")]
-    assert sorted(replayed) == [f"k{n:02}" for n in range(11)]
