@@ -259,39 +259,6 @@ def test_a_session_of_many_tenants_is_longer_than_browsers_keep(browser: Open) -
     assert len("__Host-idempotency=" + sessions.begin(person)) > 4096
 
 
-def test_the_preview_of_an_older_letter_says_that_it_runs_and_it_is_refused(
-    browser: Open, bank: Celery, deliveries: Deliveries, connection: Connection
-) -> None:
-    task = declining(bank)
-    task.declined[1] = "gone"
-    deliveries.deliver(task, n=1, key="k")
-    (letter,) = letters(connection)
-    connection.execute(text("UPDATE idempotency.records SET generation = 2 WHERE key = 'k'"))
-    otto = browser("otto")
-    assert "Its body runs again, as generation 3" in shown(otto.get(f"/letters/{letter.id}"))
-    sent = otto.post(f"/letters/{letter.id}/replay", {"reason": "x", "confirmed": "1"})
-    assert sent.status_code == 409, sent.text
-
-
-def test_the_preview_of_a_completed_operation_says_that_its_declined_call_is_called(
-    browser: Open, bank: Celery, deliveries: Deliveries, connection: Connection
-) -> None:
-    task = declining(bank)
-    task.declined[1] = "gone"
-    deliveries.deliver(task, n=1, key="k")
-    (letter,) = letters(connection)
-    connection.execute(
-        text(
-            "UPDATE idempotency.records SET status = 'completed', error = NULL, error_code = NULL, result = '1', effects ="
-            " jsonb_build_object('charge', jsonb_build_object('kind', 'effect', 'state', 'begun', 'key', 'pk', 'number', 0, 'position', 0,"
-            " 'begun_at', 1700000000)) WHERE key = 'k'"
-        )
-    )
-    said = shown(browser("otto").get(f"/letters/{letter.id}"))
-    assert "Its operation is completed; a replay only delivers its message again" in said
-    assert "else it is called again under this key" in said
-
-
 def test_what_only_has_a_letter_cannot_be_revealed(
     browser: Open, bank: Celery, deliveries: Deliveries, connection: Connection
 ) -> None:
@@ -370,55 +337,6 @@ def test_an_issuer_that_is_silent_keeps_the_page_from_all(browser: Open, bank: C
     asyncio.run(ask())
     print(took)
     assert took[0][0] is False
-
-
-def test_the_preview_of_a_stopped_saga_does_not_say_that_a_refund_is_called(
-    browser: Open, bank: Celery, deliveries: Deliveries, connection: Connection, engine: Engine
-) -> None:
-    """A replay of its letter replays its failed undos: the preview says that its body runs, and names no call."""
-    from idempotency.sagas import saga
-    from tests.sagas.conftest import Stage
-
-    stage = Stage(bank, engine, deliveries)
-    refunded: list[str] = []
-    state = {"fails": True}
-
-    def refund(self: Any, *args: Any, **kwargs: Any) -> None:
-        def call(*, idempotency_key: str) -> str:
-            refunded.append(idempotency_key)
-            return "re_1"
-
-        if state["fails"]:
-            raise PermanentError("the provider is closed", "closed")
-        self.effect("refund", call)
-
-    def give_back(self: Any, id: str, result: Any = None) -> None:
-        refund(self)
-
-    refunds = bank.task(name="web.refund", base=IdempotentTask, bind=True, key="{id}", shared=False, max_attempts=1)(
-        give_back
-    )
-
-    @saga("web.order", key="{id}", entity="id", app=bank)
-    def order(saga: Any, id: str) -> None:
-        saga.step("charge", lambda session, id: id, id, undo=refunds)
-        raise PermanentError("sold out", "sold_out")
-
-    stage.enqueue(order, "o1")
-    stage.run()
-    found = [(row.task, row.reason, row.status) for row in letters(connection)]
-    print(found)
-    letter = next(row for row in letters(connection) if row.task == "web.order")
-    page = browser("otto").get(f"/letters/{letter.id}")
-    said = re.sub(r"\s+", " ", shown(page))
-    print(said[said.index("What a replay would do") : said.index("What a replay would do") + 500])
-    state["fails"] = False
-    sent = browser("otto").post(f"/letters/{letter.id}/replay", {"reason": "open again", "confirmed": "1"})
-    assert sent.status_code == 303
-    stage.run()
-    assert len(refunded) == 1, "the replay has called outside"
-    assert "none is recorded" in said
-    assert "refund" not in said.split("What a replay would do")[1].split("The customer has heard")[0]
 
 
 # ---------------------------------------------------------------- fourth batch
