@@ -115,42 +115,6 @@ def test_a_key_is_not_found_where_there_are_many_tenants(browser: Open, connecti
     assert held is not None
 
 
-def test_a_call_in_doubt_that_still_tries_is_hidden_by_500_that_wait(
-    browser: Open, bank: Celery, deliveries: Deliveries, connection: Connection, engine: Engine
-) -> None:
-    task = make_task(bank, lambda self: self.effect("charge", Provider(lost(), lost())), max_attempts=5)
-    deliveries.deliver(task, key="k")
-    otto = browser("otto")
-    assert "Not ended: the next attempt asks" in otto.get("/doubts").text
-    connection.execute(text("UPDATE idempotency.records SET queue = 'payments' WHERE key = 'k'"))
-    early = op.early(connection, queue="mails")
-    connection.execute(
-        text(
-            "INSERT INTO idempotency.records SELECT (jsonb_populate_record(r, jsonb_build_object('key', 'w' || n))).*"
-            " FROM idempotency.records r, generate_series(1, 500) n WHERE r.key = :key"
-        ),
-        {"key": early.id.key},
-    )
-    page = otto.get("/doubts").text
-    assert "Not ended" not in page
-    assert "no call is in doubt" in page
-
-
-def test_a_call_whose_worker_has_died_is_not_in_doubt(browser: Open, bank: Celery, connection: Connection) -> None:
-    """Held, its lease over, with a call that was begun: neither list has it until somebody recovers it."""
-    held = op.expired(connection)
-    connection.execute(
-        text(
-            "UPDATE idempotency.records SET effects = jsonb_build_object('charge', jsonb_build_object('kind', 'effect', 'state', 'begun',"
-            " 'key', 'pk', 'number', 0, 'position', 0, 'begun_at', 1700000000)) WHERE key = :key"
-        ),
-        {"key": held.id.key},
-    )
-    page = browser("otto").get("/doubts").text
-    assert "no call is in doubt" in page
-    assert "Not ended" not in page
-
-
 # ---------------------------------------------------------------- tenants
 
 
@@ -340,25 +304,6 @@ def test_an_issuer_that_is_silent_keeps_the_page_from_all(browser: Open, bank: C
 
 
 # ---------------------------------------------------------------- fourth batch
-
-
-def test_calls_that_still_try_are_cut_off_at_100_and_nothing_says_so(
-    browser: Open, bank: Celery, deliveries: Deliveries, connection: Connection
-) -> None:
-    task = make_task(bank, lambda self: self.effect("charge", Provider(lost(), lost())), max_attempts=5)
-    deliveries.deliver(task, key="k")
-    connection.execute(
-        text(
-            "INSERT INTO idempotency.records SELECT (jsonb_populate_record(r, jsonb_build_object('key', 'w' || n))).*"
-            " FROM idempotency.records r, generate_series(1, 149) n WHERE r.key = 'k'"
-        )
-    )
-    page = browser("otto").get("/doubts").text
-    part = page[page.index('id="tried"') :]
-    assert part.count('<th scope="row">charge<br>') == 100
-    said = shown(browser("otto").get("/doubts"))
-    for word in ("150", "first 100", "The first", " more", "Older"):
-        assert word not in said.split("Not ended: the next attempt asks")[1].split("replays the operation")[0], word
 
 
 def test_failures_stop_counting_and_nothing_says_so(
