@@ -89,14 +89,20 @@ SELECT EXISTS (SELECT FROM idempotency.records o WHERE {row} AND {own}) OR EXIST
 """.format(row="(o.tenant, o.task, o.key) = (%(tenant)s, %(task)s, %(key)s)", own=_OWN.format(service="service"))
 
 _TENANTS = """
-WITH RECURSIVE named(tenant) AS (
-    (SELECT r.tenant FROM idempotency.records r WHERE %(after)s::text IS NULL OR r.tenant > %(after)s ORDER BY r.tenant LIMIT 1)
+WITH RECURSIVE named(tenant, task) AS (
+    (SELECT r.tenant, r.task FROM idempotency.records r WHERE %(after)s::text IS NULL OR r.tenant > %(after)s
+     ORDER BY r.tenant, r.task LIMIT 1)
     UNION ALL
-    SELECT (SELECT r.tenant FROM idempotency.records r WHERE r.tenant > named.tenant ORDER BY r.tenant LIMIT 1)
-    FROM named WHERE named.tenant IS NOT NULL
+    SELECT next.tenant, next.task FROM named CROSS JOIN LATERAL (
+        SELECT r.tenant, r.task FROM idempotency.records r
+        WHERE (r.tenant, r.task) > (named.tenant, named.task) ORDER BY r.tenant, r.task LIMIT 1) next
 )
-SELECT tenant FROM (SELECT tenant FROM named LIMIT %(window)s) found
-WHERE tenant IS NOT NULL AND (%(tenants)s::text[] IS NULL OR tenant = ANY(%(tenants)s)) ORDER BY tenant LIMIT %(limit)s
+SELECT DISTINCT n.tenant FROM (SELECT tenant, task FROM named LIMIT %(window)s) n
+WHERE (%(tenants)s::text[] IS NULL OR n.tenant = ANY(%(tenants)s)) AND EXISTS (
+    -- a task is one application's, so its first records say whose it is
+    SELECT FROM (SELECT r.service FROM idempotency.records r WHERE r.tenant = n.tenant AND r.task = n.task LIMIT 100) o
+    WHERE (o.service = %(service)s) IS NOT FALSE)
+ORDER BY n.tenant LIMIT %(limit)s
 """
 
 
@@ -179,13 +185,8 @@ def is_own(connection: Connection, service: str, tenant: str, task: str, key: st
 
 
 def names_of_tenants(
-    connection: Connection, tenants: Sequence[str] | None, *, after: str | None, limit: int
+    connection: Connection, service: str, tenants: Sequence[str] | None, *, after: str | None, limit: int
 ) -> list[str]:
-    """The tenants that have operations, by name. `after`: the last one before."""
-    parameters = {
-        "tenants": None if tenants is None else list(tenants),
-        "after": after,
-        "limit": limit,
-        "window": WINDOW,
-    }
+    """The tenants that have operations of this application, by name. `after`: the last one before."""
+    parameters = _parameters(service, tenants, after=after, limit=limit, window=WINDOW)
     return list(connection.exec_driver_sql(_TENANTS, parameters).scalars())

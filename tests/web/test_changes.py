@@ -25,7 +25,7 @@ from tests.support import operations as op
 from tests.support.deliveries import Deliveries, deliver_row
 from tests.support.operations import Record, make_due
 from tests.support.tasks import Provider, lost, make_task
-from tests.web.conftest import Browser, Open
+from tests.web.conftest import Browser, Open, tick
 
 SECRET = "the-customers-own-words"
 HOSTILE = '<script>alert("x")</script><img src=x onerror=alert(1)>\'"&'
@@ -332,13 +332,6 @@ def test_a_replay_of_what_was_declined_needs_to_be_read_and_is_made_once(
         assert page.post(f"/letters/{letter.id}/replay", asked | confirmed).status_code == 303
     (row,) = audited(connection, "replay")
     assert (row.actor, row.reason) == ("otto", "ticket 1")
-
-
-def tick(page: Any) -> str:
-    """What the page has in its tick for having read its warnings."""
-    found = re.search(r'name="confirmed" value="([^"]+)"', page.text)
-    assert found is not None
-    return found[1]
 
 
 def confirm(page: Browser, answer: Any) -> Any:

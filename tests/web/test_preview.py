@@ -14,8 +14,8 @@ from idempotency.sagas import saga
 from tests.sagas.conftest import Stage
 from tests.support.deliveries import Deliveries
 from tests.support.tasks import make_task
-from tests.web.conftest import Open
-from tests.web.test_changes import letters, shown, tick
+from tests.web.conftest import Open, tick
+from tests.web.test_changes import letters, shown
 
 BEGUN = """jsonb_build_object('charge', jsonb_build_object(
     'kind', 'effect', 'state', 'begun', 'key', 'pk', 'number', 0, 'position', 0, 'begun_at', 1700000000))"""
@@ -44,7 +44,7 @@ def test_what_would_be_refused_is_not_said_to_run_or_to_call(
     (letter,) = letters(connection)
     otto = browser("otto")
     confirmed = tick(otto.get(f"/letters/{letter.id}"))
-    connection.execute(text(f"UPDATE idempotency.records SET {change} WHERE key = 'k'"))  # noqa: S608
+    connection.execute(text(f"UPDATE idempotency.records SET {change} WHERE key = 'k'"))
     said = preview(otto.get(f"/letters/{letter.id}"))
     assert f"It is not replayed: {why}" in said
     assert ("runs again" in said, "called" in said) == (False, False)

@@ -306,34 +306,6 @@ def test_failures_stop_counting_and_nothing_says_so(
     assert "3+" not in said
 
 
-def test_sagas_of_one_moment_are_on_no_page(
-    browser: Open, bank: Celery, deliveries: Deliveries, connection: Connection
-) -> None:
-    """The next page begins before the time of the last one: those of the same time are skipped."""
-    from idempotency.sagas import saga
-
-    @saga("web.trip2", key="{name}", entity="name", events={"picked": "{name}"}, app=bank)
-    def trip(saga: Any, name: str) -> None:
-        saga.wait_for("picked", match=name, timeout=3600.0)
-
-    deliveries.deliver(trip, "s")
-    connection.execute(
-        text(
-            "INSERT INTO idempotency.sagas SELECT (jsonb_populate_record(g, jsonb_build_object('id', gen_random_uuid(), 'key', 'trip-' || n))).*"
-            " FROM idempotency.sagas g, generate_series(1, 59) n WHERE g.key = 's'"
-        )
-    )
-    otto, seen, at = browser("otto"), set(), "/sagas"
-    for _ in range(4):
-        page = otto.get(at).text
-        seen |= set(re.findall(r'title="([^"]+)"', page))
-        following = re.search(r'rel="next" href="([^"]+)"', page)
-        if following is None:
-            break
-        at = html.unescape(following[1])
-    assert len(seen) == 50, "of 60"
-
-
 # ---------------------------------------------------------------- figures of the flow
 
 
@@ -351,29 +323,6 @@ def many(connection: Connection, key: str, count: int) -> None:
 def figures(answer: Any, queue: str) -> str:
     row = answer.text[answer.text.index(f'<th scope="row" class="mono">{queue}</th>') :]
     return re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", row[: row.index("</tr>")])).strip()
-
-
-def test_a_process_that_an_observer_has_noted_is_listed_and_its_page_is_not_there(
-    browser: Open, bank: Celery, connection: Connection
-) -> None:
-    from idempotency.application import runtime_of
-    from idempotency.sagas import observe
-
-    with runtime_of(bank).engine.begin() as own:
-        observe(own, "placement", "order-7", "requested", None, status="RUNNING", app=bank)
-    otto = browser("otto")
-    page = otto.get("/sagas").text
-    assert "order-7" in page
-    path = html.unescape(re.search(r'href="(/saga\?[^"]+)"', page)[1])  # type: ignore[index]
-    assert otto.get(path).status_code == 404
-
-
-def test_the_tenants_of_another_application_are_listed(browser: Open, connection: Connection) -> None:
-    op.completed(connection, OperationId("secret-customer-of-shop", "shop.pay", "k"))
-    connection.execute(text("UPDATE idempotency.records SET service = 'shop'"))
-    otto = browser("otto")
-    assert "secret-customer-of-shop" in otto.get("/tenants").text
-    assert "secret-customer-of-shop" not in otto.get("/operations").text
 
 
 def test_a_path_with_a_slash_at_its_end_leads_to_plain_http(browser: Open) -> None:

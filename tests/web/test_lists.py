@@ -1,0 +1,68 @@
+"""Lists of the page: nothing of other applications, and each row on one page."""
+
+from __future__ import annotations
+
+import html
+import re
+from typing import Any
+
+from celery import Celery
+from sqlalchemy import Connection, text
+
+from idempotency.application import runtime_of
+from idempotency.sagas import observe, saga
+from idempotency.wire.keys import OperationId
+from tests.support import operations as op
+from tests.support.deliveries import Deliveries
+from tests.web.conftest import Open
+
+
+def test_the_tenants_of_another_application_are_not_listed(browser: Open, connection: Connection) -> None:
+    op.completed(connection, OperationId("secret-customer-of-shop", "shop.pay", "k"))
+    connection.execute(text("UPDATE idempotency.records SET service = 'shop'"))
+    op.completed(connection, OperationId("acme", "shop.pay", "k"))
+    op.completed(connection, OperationId("secret-customer-of-shop-too", "bank.pay", "k"))
+    connection.execute(text("UPDATE idempotency.records SET service = 'bank' WHERE service IS DISTINCT FROM 'shop'"))
+    page = browser("otto").get("/tenants").text
+    names = re.findall(r'<th scope="row">([^<]+)</th>', page)
+    assert names == ["acme", "secret-customer-of-shop-too"]
+
+
+def test_sagas_of_one_moment_are_each_on_one_page(
+    browser: Open, bank: Celery, deliveries: Deliveries, connection: Connection
+) -> None:
+    @saga("web.trip2", key="{name}", entity="name", events={"picked": "{name}"}, app=bank)
+    def trip(saga: Any, name: str) -> None:
+        saga.wait_for("picked", match=name, timeout=3600.0)
+
+    deliveries.deliver(trip, "s")
+    connection.execute(
+        text(
+            "INSERT INTO idempotency.sagas SELECT (jsonb_populate_record(g, jsonb_build_object('id', gen_random_uuid(), 'key',"
+            " 'trip-' || n))).* FROM idempotency.sagas g, generate_series(1, 59) n WHERE g.key = 's'"
+        )
+    )
+    otto, seen, at = browser("otto"), [], "/sagas"
+    for _ in range(4):
+        page = otto.get(at).text
+        seen += re.findall(r'title="([^"]+)"', page)
+        following = re.search(r'rel="next" href="([^"]+)"', page)
+        if following is None:
+            break
+        at = html.unescape(following[1])
+    assert (len(seen), len({*seen})) == (60, 60)
+    assert otto.get("/sagas?before=2026-01-01|x").status_code == 409
+
+
+def test_the_page_of_a_process_that_an_observer_has_noted_is_there(
+    browser: Open, bank: Celery, connection: Connection
+) -> None:
+    with runtime_of(bank).engine.begin() as own:
+        observe(own, "placement", "order-7", "requested", None, status="RUNNING", app=bank)
+    otto = browser("otto")
+    found = re.search(r'href="(/saga\?[^"]+)"', otto.get("/sagas").text)
+    assert found is not None
+    path = html.unescape(found[1])
+    answer = otto.get(path)
+    assert (answer.status_code, "order-7" in answer.text, "requested" in answer.text) == (200, True, True)
+    assert browser("tina").get(path).status_code == 404, "another tenant's"
