@@ -924,3 +924,49 @@ def test_two_tabs_that_send_a_stage_at_once(
     print(said)
     replayed = [row.key for row in audited(connection, "replay")]
     assert sorted(replayed) == [f"k{n:02}" for n in range(11)]
+
+
+# ---------------------------------------------------------------- a bad deploy
+
+
+def test_a_bulk_of_what_no_worker_knew_never_goes_beyond_its_first_letter(
+    browser: Open, bank: Celery, deliveries: Deliveries, connection: Connection
+) -> None:
+    """`unknown_task`, the letters of a bad deploy: they name no operation, and are not told of it when they are replayed."""
+    from idempotency.letters.consumer import DeadLetterConsumer
+    from tests.support.dead_messages import body_of, headers, publish
+
+    consumer = DeadLetterConsumer(bank)
+    try:
+        consumer.run_once()
+        dead = f"{bank.conf.task_default_queue}-dead"
+        death = {"x-death": [{"queue": bank.conf.task_default_queue, "reason": "rejected"}]}
+        for account in ("u1", "u2"):
+            publish(bank, body_of(account), queue=dead, headers=headers(task="web.soon") | death)
+        for _ in range(100):
+            consumer.run_once()
+            if len(letters(connection)) == 2:
+                break
+            time.sleep(0.1)
+    finally:
+        consumer.close()
+    print([(row.reason, row.tenant, row.task, row.header_task, row.key) for row in letters(connection)])
+
+    @bank.task(base=IdempotentTask, bind=True, name="web.soon", key="{account}", shared=False)
+    def soon(self: Any, account: str) -> str:
+        return "ok"
+
+    try:
+        otto = browser("otto")
+        begun = otto.post(
+            "/bulk/begin", {"only_reason": "unknown_task", "reason": "deployed", "confirmed": "1"}
+        ).headers["location"]
+        of = dict(HIDDEN.findall(otto.get(begun).text.split('action="/bulk/next"')[1]))["of"]
+        print(re.sub(r"\s+", " ", shown(otto.get(otto.post("/bulk/next", {"of": of}).headers["location"])))[150:420])
+        assert deliver_all(bank, deliveries, connection) == 1
+        assert connection.execute(text("SELECT status FROM idempotency.records WHERE task = 'web.soon'")).scalars().all() == ["completed"]
+        said = re.sub(r"\s+", " ", shown(otto.get(begun)))
+        assert "0 of 2 completed · 1 running · 1 waiting" in said
+        assert "those before have not ended yet" in shown(otto.post("/bulk/next", {"of": of}))
+    finally:
+        bank.tasks.pop("web.soon", None)
