@@ -25,3 +25,13 @@ def test_where_on_a_column_of_fixed_length_finds_nothing(past: Run, engine: Engi
     # and what should leave them out does not
     left = past("--table", "fixed", "--key", "order_id", "--where", "currency!=EUR", "--json")
     assert (left.status, left.document["rows"]) == (1, 2)
+
+
+def test_where_on_a_domain_over_a_fixed_length_finds_nothing(past: Run, engine: Engine) -> None:  # noqa: F811
+    with engine.connect() as connection:
+        connection.exec_driver_sql(
+            "CREATE DOMAIN iso_currency AS char(3); CREATE TABLE paid2 (id bigserial PRIMARY KEY, order_id text, currency iso_currency);"
+            "INSERT INTO paid2 (order_id, currency) VALUES ('o1', 'EUR'), ('o1', 'EUR')"
+        )
+    answer = past("--table", "paid2", "--key", "order_id", "--where", "currency=EUR", "--json")
+    assert (answer.status, answer.document["groups"]) == (0, 0)

@@ -970,3 +970,183 @@ def test_a_bulk_of_what_no_worker_knew_never_goes_beyond_its_first_letter(
         assert "those before have not ended yet" in shown(otto.post("/bulk/next", {"of": of}))
     finally:
         bank.tasks.pop("web.soon", None)
+
+
+# ---------------------------------------------------------------- fifth batch
+
+
+def test_what_a_tenant_has_accepted_is_on_no_page_behind_5000_of_others(
+    browser: Open, bank: Celery, connection: Connection
+) -> None:
+    """A list of what has ended says "Go on"; that of what is accepted just ends."""
+    b.enqueue_deposit()
+    copy = (
+        "INSERT INTO idempotency.outbox SELECT (jsonb_populate_record(o, jsonb_build_object('id', o.id + n, 'key', :key || n, 'tenant',"
+        " :tenant, 'message_id', gen_random_uuid()::text))).* FROM idempotency.outbox o,"
+        " generate_series(cast(:first AS int), cast(:last AS int)) n WHERE o.id = (SELECT min(id) FROM idempotency.outbox)"
+    )
+    connection.execute(text(copy), {"key": "g", "tenant": "globex", "first": 1, "last": 5001})
+    connection.execute(text(copy), {"key": "mine", "tenant": "acme", "first": 6000, "last": 6000})
+    page = browser("tina").get("/operations?stage=accepted")
+    assert "none among those that were looked at" in page.text
+    assert "Go on" not in page.text
+    # nor does one who sees all find it with a filter
+    filtered = browser("otto").get("/operations?stage=accepted&tenant=acme")
+    assert "mine6000" not in filtered.text
+    assert "Go on" not in filtered.text
+
+
+def test_a_relay_that_was_killed_hours_ago_counts_as_running(browser: Open, connection: Connection) -> None:
+    insert = (
+        "INSERT INTO idempotency.processes (kind, name, host, pid, service, version, queues, started_at, seen_at)"
+        " VALUES ('relay', 'r@h', 'h', 7, 'bank', '1.2.3', '{}', now() - interval '9 hours', now() - interval '3 hours')"
+    )
+    assert "No relay is running" in shown(browser("otto").get("/"))
+    connection.execute(text(insert))
+    browser("otto").client.app.state.desk.forget()
+    said = shown(browser("otto").get("/"))
+    assert re.search(r"3 h\s+silent", said)
+    assert "No relay is running" not in said
+
+
+def test_a_reason_reads_backwards_to_the_one_who_approves(
+    browser: Open, bank: Celery, deliveries: Deliveries, connection: Connection
+) -> None:
+    """Elsewhere what a terminal would obey is escaped; in the approvals, and beside the letter, it is not."""
+    deliveries.deliver(b.failing, "a1", "permanent")
+    (letter,) = letters(connection)
+    assert browser("otto").post(f"/letters/{letter.id}/discard", {"reason": "ok \u202egnp.tcepsus\u2066"}).status_code == 303
+    assert "\u202e" in browser("anna").get("/approvals").text
+    assert "\u202e" in browser("anna").get(f"/letters/{letter.id}").text
+
+
+def test_ask_the_provider_repeats_the_call_of_a_task_that_cannot_ask(
+    browser: Open, bank: Celery, deliveries: Deliveries, connection: Connection, engine: Engine
+) -> None:
+    """One click, without a question or a reason of one's own: the button says "Ask the provider now" and the customer's card is called again."""
+    provider = Provider(lost(), lost())
+    task = make_task(bank, lambda self: self.effect("charge", provider), max_attempts=2)
+    for _ in range(3):
+        deliveries.deliver(task, key="k")
+        make_due(engine, "k")
+    called = len(provider.keys)
+    otto = browser("otto")
+    page = otto.get("/doubts").text
+    form = {html.unescape(n): html.unescape(v) for n, v in HIDDEN.findall(page.split('action="/doubts/ask"')[1].split("</form>")[0])}
+    assert "Ask the provider now</button>" in page
+    assert otto.client.post("/doubts/ask", data=form, headers={"Origin": PAGE}).status_code == 303
+    deliver_all(bank, deliveries, connection)
+    assert len(provider.keys) == called + 1, "called, not asked"
+    assert [row.reason for row in audited(connection, "replay")] == ["ask the provider"]
+    # the process knows the task, and could know
+    assert task.name in bank.tasks
+
+
+def test_the_preview_says_that_it_runs_though_its_message_cannot_be_read(
+    browser: Open, bank: Celery, deliveries: Deliveries, connection: Connection
+) -> None:
+    task = declining(bank)
+    task.declined[1] = "gone"
+    deliveries.deliver(task, n=1, key="k")
+    (letter,) = letters(connection)
+    connection.execute(text("UPDATE idempotency.dead_letters SET payload = 'no message'"))
+    connection.execute(text("UPDATE idempotency.records SET message = ''"))
+    otto = browser("otto")
+    said = shown(otto.get(f"/letters/{letter.id}"))
+    sent = otto.post(f"/letters/{letter.id}/replay", {"reason": "x", "confirmed": "1"})
+    print(sent.status_code, shown(sent)[-300:])
+    assert "Its body runs again" in said
+    assert sent.status_code == 409
+
+
+def test_a_flow_that_gets_nothing_is_shown_as_fresh(bank: Celery, engine: Engine) -> None:
+    """Each new stream begins with `retry:`, which is enough for the page to take "stale" away; then nothing comes, and it ends."""
+    from tests.support.page_address import free_port
+
+    import uvicorn
+
+    from idempotency.web.application import create_app
+    from tests.support.processes import eventually
+
+    port = free_port()
+    app = create_app(bank, port=port)
+    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=port, log_config=None, timeout_graceful_shutdown=1))
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    eventually(lambda: server.started, what="the page")
+    blocker = engine.connect().execution_options(isolation_level="READ COMMITTED")
+    began = blocker.begin()
+    blocker.execute(text("LOCK TABLE idempotency.outbox IN ACCESS EXCLUSIVE MODE"))
+    lines: list[tuple[float, str]] = []
+    since = time.monotonic()
+    try:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30) as client:
+            with client.stream("GET", "/live") as live:
+                status = live.status_code
+                try:
+                    for line in live.iter_lines():
+                        lines.append((round(time.monotonic() - since, 1), line))
+                except httpx.HTTPError as error:
+                    lines.append((round(time.monotonic() - since, 1), type(error).__name__))
+    finally:
+        began.rollback()
+        blocker.close()
+        server.should_exit = True
+        thread.join(10)
+    print(status, lines)
+    assert status == 200
+    assert lines[0][1].startswith("retry:") and lines[0][0] < 2
+    assert not [line for _, line in lines if line.startswith("data:")]
+    assert lines[-1][0] > 4
+    script = (app.routes and __import__("pathlib").Path("idempotency/web/static/page.js").read_text())
+    assert 'source.onopen = () => part.classList.remove("stale")' in script
+
+
+def test_a_number_that_is_no_letters_is_a_database_that_did_not_answer(browser: Open) -> None:
+    answer = browser("otto").get("/letters/" + "9" * 30)
+    print(answer.status_code)
+    assert answer.status_code != 404
+
+
+def test_a_person_with_fewer_tenants_than_when_it_began_goes_on_past_what_failed(
+    browser: Open, bank: Celery, deliveries: Deliveries, connection: Connection
+) -> None:
+    """The failures of letters that a person may not see any more do not stop the stages."""
+    from idempotency.operate.people import Person
+
+    task = declining(bank)
+    for n in range(3):
+        task.declined[n] = "gone"
+        deliveries.deliver(task, n=n, key=f"k{n}", tenant="globex" if n == 0 else "acme")
+    otto = browser("otto")
+    begun = otto.post("/bulk/begin", {"only_reason": "gone", "reason": "again", "confirmed": "1"}).headers["location"]
+    of = dict(HIDDEN.findall(otto.get(begun).text.split('action="/bulk/next"')[1]))["of"]
+    otto.post("/bulk/next", {"of": of})
+    deliver_all(bank, deliveries, connection)  # globex's fails again
+    assert "1 failed again" in shown(otto.get(begun))
+    narrower = Person("otto", "operator", bank.conf["idempotency_oidc_issuer"], tenants=frozenset({"acme"}))
+    otto.client.cookies.clear()
+    otto.client.cookies.set("__Host-idempotency", otto.client.app.state.desk.sessions.begin(narrower), domain="ops.test")
+    sent = otto.post("/bulk/next", {"of": of})
+    assert sent.status_code == 303
+    assert "2 replayed." in shown(otto.get(sent.headers["location"]))
+
+
+def test_purged_letters_let_a_bulk_go_on_past_what_failed(
+    browser: Open, bank: Celery, deliveries: Deliveries, connection: Connection
+) -> None:
+    """What is gone counts as nothing: neither as failed nor as not ended."""
+    task = declining(bank)
+    for n in range(3):
+        task.declined[n] = "gone"
+        deliveries.deliver(task, n=n, key=f"k{n}")
+    otto = browser("otto")
+    begun = otto.post("/bulk/begin", {"only_reason": "gone", "reason": "again", "confirmed": "1"}).headers["location"]
+    of = dict(HIDDEN.findall(otto.get(begun).text.split('action="/bulk/next"')[1]))["of"]
+    otto.post("/bulk/next", {"of": of})
+    deliver_all(bank, deliveries, connection)
+    assert "1 failed again" in shown(otto.get(begun))
+    connection.execute(text("DELETE FROM idempotency.dead_letters WHERE key = 'k0'"))
+    sent = otto.post("/bulk/next", {"of": of})
+    assert sent.status_code == 303
+    assert "2 replayed." in shown(otto.get(sent.headers["location"]))
