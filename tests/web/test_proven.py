@@ -981,7 +981,7 @@ def test_what_a_tenant_has_accepted_is_on_no_page_behind_5000_of_others(
     """A list of what has ended says "Go on"; that of what is accepted just ends."""
     b.enqueue_deposit()
     copy = (
-        "INSERT INTO idempotency.outbox SELECT (jsonb_populate_record(o, jsonb_build_object('id', o.id + n, 'key', cast(:key AS text) || n, 'tenant',"
+        "INSERT INTO idempotency.outbox OVERRIDING SYSTEM VALUE SELECT (jsonb_populate_record(o, jsonb_build_object('id', o.id + n, 'key', cast(:key AS text) || n, 'tenant',"
         " cast(:tenant AS text), 'message_id', gen_random_uuid()::text))).* FROM idempotency.outbox o,"
         " generate_series(cast(:first AS int), cast(:last AS int)) n WHERE o.id = (SELECT min(id) FROM idempotency.outbox)"
     )
