@@ -603,8 +603,9 @@ def test_an_issuer_that_is_silent_keeps_the_page_from_all(
     assert took[0][0] is False
 
 
+@pytest.mark.parametrize("why", [PermanentError("the provider is closed", "closed"), RuntimeError("no connection")])
 def test_the_preview_of_a_stopped_saga_does_not_say_that_a_refund_is_called(
-    browser: Open, bank: Celery, deliveries: Deliveries, connection: Connection, engine: Engine
+    why: Exception, browser: Open, bank: Celery, deliveries: Deliveries, connection: Connection, engine: Engine
 ) -> None:
     """A replay of its letter replays its failed undos: the preview says that its body runs, and names no call."""
     from idempotency.sagas import saga
@@ -620,7 +621,7 @@ def test_the_preview_of_a_stopped_saga_does_not_say_that_a_refund_is_called(
             return "re_1"
 
         if state["fails"]:
-            raise PermanentError("the provider is closed", "closed")
+            raise why
         self.effect("refund", call)
 
     def give_back(self: Any, id: str, result: Any = None) -> None:
@@ -646,6 +647,8 @@ def test_the_preview_of_a_stopped_saga_does_not_say_that_a_refund_is_called(
     assert sent.status_code == 303
     stage.run()
     assert len(refunded) == 1, "the replay has called outside"
+    if isinstance(why, RuntimeError):
+        assert "I have read what it does" not in page.text, "nor is anything else said before it"
     assert "none is recorded" in said
     assert "refund" not in said.split("What a replay would do")[1].split("The customer has heard")[0]
 
