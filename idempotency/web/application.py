@@ -28,15 +28,13 @@ from ..store import schema
 from . import approvals, bulk, doubts, failures, flow, letters, live, operations, sagas, tenants
 from .access import Sessions
 from .desk import Desk
-from .guard import Guard, Place
+from .guard import PLAIN, Guard, Place
 from .login import Login
 from .sessions import routes as of_sessions
 from .shown import environment, page
 
 # The revision of the schema whose columns the pages read.
 NEEDS = "0018"
-# Ports that a browser leaves out of an origin.
-PLAIN = {"http": 80, "https": 443}
 
 
 def create_app(celery: Celery, *, host: str = "127.0.0.1", port: int = 8500, token: str | None = None) -> Starlette:
@@ -80,6 +78,8 @@ def create_app(celery: Celery, *, host: str = "127.0.0.1", port: int = 8500, tok
             404: _not_found,
         },
     )
+    # behind a proxy the server sees plain http, and its redirect would lead there
+    app.router.redirect_slashes = False
     app.state.desk, app.state.templates = desk, environment()
     return app
 

@@ -56,6 +56,11 @@ class Bulk:
     read: frozenset[str]
     goes_on: bool
 
+    @property
+    def requests(self) -> str:
+        """How the ids of its replays' requests begin; a letter's number follows."""
+        return f"web:{self.id}:"
+
     def signed(self, desk: Desk) -> str:
         """Its place in an address: ids as steps from one to the next, so that hundreds fit."""
         steps = [each - before for before, each in pairwise([0, *self.ids])]
@@ -134,7 +139,7 @@ def _chosen(request: Request) -> list[int]:
 def progress(desk: Desk, bulk: Bulk, tenants: Sequence[str] | None) -> Progress:
     """How far it is, by what the store says now. Raises `OperationNotFound` unless all its letters are of these tenants."""
     with desk.reading() as connection:
-        found = [row._asdict() for row in letter_pages.followed(connection, bulk.ids)]
+        found = [row._asdict() for row in letter_pages.followed(connection, bulk.ids, bulk.requests)]
     rows = [row | {"outcome": _outcome(row)} for row in found]
     counts = Counter(row["outcome"] for row in rows)
     if len(rows) < len(bulk.ids):
@@ -149,6 +154,8 @@ def progress(desk: Desk, bulk: Bulk, tenants: Sequence[str] | None) -> Progress:
         begin += size
     following = next((stage for stage in stages if waiting & {*stage}), [])
     stopped = f"{counts['failed']} failed again" if counts["failed"] else None
+    if counts["gone"] and following:
+        stopped = stopped or f"{counts['gone']} are gone, and nobody knows any more how they have ended"
     return Progress(rows, counts, [letter for letter in following if letter in waiting], stopped)
 
 
@@ -200,7 +207,7 @@ def send(request: Request) -> Response:
         change = Change(
             person.name,
             bulk.reason,
-            f"web:{bulk.id}:{letter}",
+            f"{bulk.requests}{letter}",
             is_verified=visitor.is_verified,
             check_person=person.check,
         )

@@ -128,7 +128,7 @@ def test_without_a_login_everyone_is_a_reader(bank: Celery, deliveries: Deliveri
     app = create_app(bank, port=8500)
     with Client(app, "http://127.0.0.1:8500") as client:
         assert "reader · reader" in client.get("/").text
-        csrf = app.state.desk.sessions.visitor(client.cookies["idempotency"]).csrf
+        csrf = app.state.desk.sessions.visitor(client.cookies["idempotency-8500"]).csrf
         for path in ("replay", "discard", "reveal"):
             sent = client.post(
                 f"/letters/{letter.id}/{path}",
@@ -148,7 +148,7 @@ def test_with_a_token_the_page_is_its_owners(bank: Celery, connection: Connectio
     app = create_app(bank, token=token)
     with Client(app, "http://localhost:8500") as client:
         assert "ann · operator" in client.get("/").text
-        csrf = app.state.desk.sessions.visitor(client.cookies["idempotency"]).csrf
+        csrf = app.state.desk.sessions.visitor(client.cookies["idempotency-8500"]).csrf
         form = {"csrf": csrf, "reason": "again", "confirmed": tick(client.get(f"/letters/{letter.id}"))}
         sent = client.post(f"/letters/{letter.id}/replay", data=form, headers={"Origin": "http://localhost:8500"})
         assert sent.status_code == 303

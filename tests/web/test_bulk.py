@@ -9,10 +9,14 @@ from typing import Any
 from celery import Celery
 from sqlalchemy import Connection, text
 
-from idempotency import PermanentError
+from idempotency import IdempotentTask, PermanentError
+from idempotency.letters.consumer import DeadLetterConsumer
+from idempotency.operate.people import Person
 from idempotency.web import bulk
 from idempotency.web.bulk import Bulk
+from tests.support.dead_messages import body_of, headers, publish
 from tests.support.deliveries import Deliveries
+from tests.support.processes import eventually
 from tests.support.tasks import make_task
 from tests.web.conftest import Browser, Open
 from tests.web.test_changes import audited, confirm, deliver_all, letters, shown
@@ -136,6 +140,7 @@ def test_a_bulk_ends_also_when_what_has_completed_is_purged(
     deliver_all(bank, deliveries, connection)
     connection.execute(text("DELETE FROM idempotency.dead_letters WHERE key = 'k00'"))
     told = said(otto, address)
+    assert "Stopped" not in told, "nothing is left to send"
     assert ("1 of 2 completed · 1 gone" in told, "It is over" in told) == (True, True)
 
 
@@ -200,3 +205,73 @@ def test_two_who_send_a_stage_at_once_replay_each_letter_once(
     for each in sends:
         each.join()
     assert sorted(row.key for row in audited(connection, "replay")) == [f"k{n:02}" for n in range(11)]
+
+
+def test_a_bulk_goes_no_further_once_nobody_knows_how_one_has_ended(
+    browser: Open, bank: Celery, deliveries: Deliveries, connection: Connection
+) -> None:
+    """The letter of one that failed again, and its first one, are purged meanwhile."""
+    task = declining(bank)
+    decline(task, deliveries, 0, 1, 2)
+    otto = browser("otto")
+    address, of = begun(otto)
+    otto.post("/bulk/next", of)
+    deliver_all(bank, deliveries, connection)
+    assert "Stopped: 1 failed again" in said(otto, address)
+    connection.execute(text("DELETE FROM idempotency.dead_letters WHERE key = 'k00'"))
+    assert "Stopped: 1 are gone" in said(otto, address)
+    assert otto.post("/bulk/next", of).status_code == 409
+
+
+def test_who_has_fewer_tenants_by_now_sends_nothing_more(
+    browser: Open, bank: Celery, deliveries: Deliveries, connection: Connection
+) -> None:
+    task = declining(bank)
+    decline(task, deliveries, 0, tenant="globex")
+    decline(task, deliveries, 1, 2, tenant="acme")
+    otto = browser("otto")
+    _, of = begun(otto)
+    otto.post("/bulk/next", of)
+    deliver_all(bank, deliveries, connection)
+    narrower = Person("otto", "operator", bank.conf["idempotency_oidc_issuer"], tenants=frozenset({"acme"}))
+    session = otto.client.app.state.desk.sessions.begin(narrower)
+    otto.client.cookies.clear()
+    otto.client.cookies.set("__Host-idempotency", session, domain="ops.test")
+    assert otto.post("/bulk/next", of).status_code == 404
+    assert len(audited(connection, "replay")) == 1
+
+
+def test_letters_of_a_task_that_no_worker_knew_are_followed_to_the_end(
+    browser: Open, bank: Celery, deliveries: Deliveries, connection: Connection
+) -> None:
+    """Of a bad deploy: they name no operation, which only their replays do."""
+    dead = f"{bank.conf.task_default_queue}-dead"
+    death = {"x-death": [{"queue": bank.conf.task_default_queue, "reason": "rejected"}]}
+    consumer = DeadLetterConsumer(bank)
+
+    def stored() -> bool:
+        consumer.run_once()
+        return len(letters(connection)) == 2
+
+    try:
+        consumer.run_once()
+        for account in ("u1", "u2"):
+            publish(bank, body_of(account), queue=dead, headers=headers(task="web.soon") | death)
+        eventually(stored, what="two letters")
+    finally:
+        consumer.close()
+
+    @bank.task(base=IdempotentTask, bind=True, name="web.soon", key="{account}", shared=False)
+    def soon(self: Any, account: str) -> str:
+        return "ok"
+
+    try:
+        otto = browser("otto")
+        address = otto.post("/bulk/begin", {"only_reason": "unknown_task", "reason": "deployed"}).headers["location"]
+        of = dict(re.findall(r'name="(of)" value="([^"]*)"', otto.get(address).text))
+        for completed in (1, 2):
+            otto.post("/bulk/next", of)
+            assert deliver_all(bank, deliveries, connection) == 1
+            assert f"{completed} of 2 completed" in said(otto, address)
+    finally:
+        bank.tasks.pop("web.soon", None)

@@ -260,7 +260,12 @@ def test_money_in_doubt_is_listed_resolved_by_its_type_corrected_and_replayed(
     hidden = dict(re.findall(r'name="(status|fence)" value="([^"]*)"', form.text))
     given = named | hidden | {"outcome": "happened", "reason": "found in their list"}
     assert browser("rita").post("/doubts/resolve", given | {"result": "{}"}).status_code == 403
-    for result, why in (('{"charge": 7}', "result of 'charge': "), ("{", "must be JSON"), ("", "must be JSON")):
+    for result, why in (
+        ('{"charge": 7}', "result of 'charge': "),
+        ("{", "must be JSON"),
+        ("", "must be JSON"),
+        ('{"charge": "ch_9", "cents": "1250"}', "cents: Input should be a valid integer"),
+    ):
         refused = page.post("/doubts/resolve", given | {"result": result})
         assert (refused.status_code, why in shown(refused)) == (422, True)
         assert 'value="found in their list"' in refused.text, "nothing has to be typed again"
