@@ -47,7 +47,7 @@ WHERE status = 'open' AND {owner} AND (%(tenants)s::text[] IS NULL OR tenant = A
 """
 _GROUPS = f"""
 SELECT reason, coalesce(task, header_task, '-') AS task, coalesce(code_version, '{NO_VERSION}') AS code_version,
-       count(*) AS letters, min(failed_at) AS oldest, max(failed_at) AS newest,
+       count(*) AS letters, sum(count(*)) OVER () AS counted, min(failed_at) AS oldest, max(failed_at) AS newest,
        count(*) FILTER (WHERE failed_at > clock_timestamp() - interval '1 hour') AS last_hour,
        count(*) FILTER (WHERE failed_at BETWEEN clock_timestamp() - interval '2 hours'
                                             AND clock_timestamp() - interval '1 hour') AS hour_before
