@@ -60,7 +60,9 @@ class Change:
         if not 0 < (length := len(self.reason.strip())) <= REASON_LIMIT:
             raise ChangeRefused(f"--reason: 1 to {REASON_LIMIT} characters, got {length}")
         if "\0" in self.reason + self.actor + (self.request_id or ""):
-            raise ChangeRefused("--reason, --as and --request-id: without NUL characters, which Postgres stores in no text")
+            raise ChangeRefused(
+                "--reason, --as and --request-id: without NUL characters, which Postgres stores in no text"
+            )
 
 
 # ---------------------------------------------------------------- what a person is shown

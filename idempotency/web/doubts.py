@@ -71,7 +71,7 @@ def show(request: Request) -> Response:
 
 
 def ask(request: Request) -> Response:
-    """Ask the provider now: the letter is replayed, and the call's `reconcile` is asked before anything is called."""
+    """Ask, or call again: the letter is replayed, and the call's `reconcile` is asked before anything is called."""
     visitor_of(request).require("operator", "ask the provider")
     desk, letter = desk_of(request), number(form_of(request).get("letter"), what="letter")
     if letter is None:

@@ -6,12 +6,15 @@ import html
 import re
 from typing import Any
 
+import pytest
 from celery import Celery
 from sqlalchemy import Connection, text
 
 from idempotency.application import runtime_of
 from idempotency.sagas import observe, saga
+from idempotency.store import letter_pages
 from idempotency.wire.keys import OperationId
+from tests.support import bank as b
 from tests.support import operations as op
 from tests.support.deliveries import Deliveries
 from tests.web.conftest import Open
@@ -66,3 +69,16 @@ def test_the_page_of_a_process_that_an_observer_has_noted_is_there(
     answer = otto.get(path)
     assert (answer.status_code, "order-7" in answer.text, "requested" in answer.text) == (200, True, True)
     assert browser("tina").get(path).status_code == 404, "another tenant's"
+
+
+def test_failures_that_were_not_all_counted_say_so(
+    browser: Open, deliveries: Deliveries, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(5):
+        deliveries.deliver(b.failing, f"a{number}", "permanent")
+    monkeypatch.setattr(letter_pages, "BOUND", 6)
+    assert "letters were counted" not in browser("otto").get("/failures").text
+    monkeypatch.setattr(letter_pages, "BOUND", 3)
+    page = browser("otto").get("/failures").text
+    assert '<td class="number">3+</td>' in page
+    assert "Only 3 open letters were counted" in page
