@@ -74,11 +74,11 @@ WITH RECURSIVE kinds(tenant, task) AS (
         SELECT k.tenant, k.task FROM idempotency.{table} k
         WHERE (k.tenant, k.task) > (kinds.tenant, kinds.task) ORDER BY k.tenant, k.task LIMIT 1) next
 )
-SELECT k.tenant, k.task, o.key FROM (SELECT * FROM kinds LIMIT %(kinds)s) k
-CROSS JOIN LATERAL (
+SELECT k.tenant, k.task, o.key, count(*) OVER () >= %(kinds)s AS stopped FROM (SELECT * FROM kinds LIMIT %(kinds)s) k
+LEFT JOIN LATERAL (
     SELECT o.key FROM idempotency.{table} o
-    WHERE o.tenant = k.tenant AND o.task = k.task AND o.key = %(key)s AND {mine} LIMIT 1) o
-WHERE %(tenants)s::text[] IS NULL OR k.tenant = ANY(%(tenants)s)
+    WHERE o.tenant = k.tenant AND o.task = k.task AND o.key = %(key)s AND {mine}
+      AND (%(tenants)s::text[] IS NULL OR k.tenant = ANY(%(tenants)s)) LIMIT 1) o ON true
 """
 _OWN = "(o.{service} = %(service)s) IS NOT FALSE"
 
@@ -168,14 +168,21 @@ def accepted(
 
 def with_key(
     connection: Connection, service: str, tenants: Sequence[str] | None, key: str
-) -> list[tuple[str, str, str]]:
-    """The operations that have this key, as tenant, task, key: begun, accepted, or with a dead letter."""
+) -> tuple[list[tuple[str, str, str]], bool]:
+    """The operations that have this key, as tenant, task, key: begun, accepted, or with a dead letter; and whether all were asked.
+
+    Not asked is what comes after `KINDS` pairs of a tenant and a task.
+    """
     found: set[tuple[str, str, str]] = set()
+    are_all = True
     for table, column in (("records", "service"), ("outbox", "service"), ("dead_letters", "consumer_service")):
         statement = _KINDS.format(table=table, mine=_OWN.format(service=column), first="")
         parameters = _parameters(service, tenants, key=key, kinds=KINDS)
-        found |= {(row.tenant, row.task, row.key) for row in connection.exec_driver_sql(statement, parameters)}
-    return sorted(found)
+        for row in connection.exec_driver_sql(statement, parameters):
+            are_all &= not row.stopped
+            if row.key is not None:
+                found.add((row.tenant, row.task, row.key))
+    return sorted(found), are_all
 
 
 def is_own(connection: Connection, service: str, tenant: str, task: str, key: str) -> bool:

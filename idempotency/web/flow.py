@@ -53,7 +53,10 @@ def seen(request: Request) -> dict[str, Any]:
                     alive, key=lambda row: (row.silent_seconds <= settings.alarm_silence, row.kind, row.name)
                 )
             ],
-            "kinds": {kind: sum(row.kind == kind for row in alive) for kind in ("worker", "relay", "beat")},
+            "kinds": {
+                kind: sum(row.kind == kind and row.silent_seconds <= settings.alarm_silence for row in alive)
+                for kind in ("worker", "relay", "beat")
+            },
             "alarms": [
                 {"name": row.name, "since": row.since, "page": about(row.name, settings.own_runbooks)} for row in active
             ],

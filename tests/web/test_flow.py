@@ -89,3 +89,16 @@ def test_a_count_of_what_runs_that_stopped_at_its_limit_says_so(browser: Open, c
     op.started(connection, OperationId("acme", "x", "b"), queue="payments", token="u")
     otto.client.app.state.desk.forget()
     assert f" {BOUND}+ " in figures(otto.get("/"), "payments")
+
+
+def test_a_relay_that_was_killed_is_not_running(browser: Open, connection: Connection) -> None:
+    insert = (
+        "INSERT INTO idempotency.processes (kind, name, host, pid, service, version, queues, started_at, seen_at)"
+        " VALUES ('relay', 'r@h', 'h', 7, 'bank', '1', '{}', now() - interval '9 hours', now() - interval '3 hours')"
+    )
+    connection.execute(text(insert))
+    otto = browser("otto")
+    assert "No relay is running" in otto.get("/").text
+    connection.execute(text("UPDATE idempotency.processes SET seen_at = now()"))
+    otto.client.app.state.desk.forget()
+    assert "No relay is running" not in otto.get("/").text

@@ -12,7 +12,7 @@ from sqlalchemy import Connection, text
 
 from idempotency.application import runtime_of
 from idempotency.sagas import observe, saga
-from idempotency.store import letter_pages
+from idempotency.store import letter_pages, operation_pages
 from idempotency.wire.keys import OperationId
 from tests.support import bank as b
 from tests.support import operations as op
@@ -82,3 +82,17 @@ def test_failures_that_were_not_all_counted_say_so(
     page = browser("otto").get("/failures").text
     assert '<td class="number">3+</td>' in page
     assert "Only 3 open letters were counted" in page
+
+
+def test_a_key_that_was_not_looked_for_everywhere_is_not_said_to_be_absent(
+    browser: Open, connection: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for tenant in ("acme", "zeta"):
+        op.failed(connection, OperationId(tenant, "tests.support.bank.deposit", f"key-of-{tenant}"))
+    otto = browser("otto")
+    assert otto.get("/operations?key=key-of-zeta").status_code == 303
+    assert "among those that were looked at" not in otto.get("/operations?key=nothing").text
+    monkeypatch.setattr(operation_pages, "KINDS", 1)
+    page = otto.get("/operations?key=key-of-zeta")
+    assert (page.status_code, "among those that were looked at" in page.text) == (200, True)
+    assert otto.get("/operations?key=key-of-acme").status_code == 303
