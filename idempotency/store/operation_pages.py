@@ -64,6 +64,12 @@ WHERE {_MINE} AND {_FILTER}
 ORDER BY o.queue, o.id LIMIT %(limit)s
 """
 
+_LAST_ACCEPTED = """
+SELECT o.queue, o.id FROM idempotency.outbox o
+WHERE o.settled_at IS NULL AND (%(after)s::bigint IS NULL OR (o.queue, o.id) > (%(after_queue)s, %(after)s))
+ORDER BY o.queue, o.id OFFSET %(window)s - 1 LIMIT 1
+"""
+
 # A key alone begins no index: the pairs of tenant and task are found by skipping through one, and each is asked.
 _KINDS = """
 WITH RECURSIVE kinds(tenant, task) AS (
@@ -157,13 +163,19 @@ def accepted(
     tenant: str | None = None,
     after: tuple[str, int] | None = None,
     limit: int,
-) -> Sequence[Row[Any]]:
-    """Outbox rows of operations that have not begun, by queue, oldest first. `after`: queue and id of the last one before."""
+) -> tuple[Sequence[Row[Any]], Row[Any] | None]:
+    """Outbox rows of operations that have not begun, by queue, oldest first, and the row after which the next page begins.
+
+    `after`: queue and id of that row of the page before.
+    """
     queue, id = after or (None, None)
     parameters = _parameters(
         service, tenants, task=task, tenant=tenant, after_queue=queue, after=id, window=WINDOW, limit=limit
     )
-    return connection.exec_driver_sql(_ACCEPTED, parameters).all()
+    rows = connection.exec_driver_sql(_ACCEPTED, parameters).all()
+    if len(rows) == limit:
+        return rows, rows[-1]
+    return rows, connection.exec_driver_sql(_LAST_ACCEPTED, parameters).one_or_none()
 
 
 def with_key(

@@ -67,10 +67,10 @@ def _page(request: Request, stage: str, asked: dict[str, str]) -> tuple[Any, str
     with desk.reading() as connection:
         if stage == "accepted":
             following = None if after is None else (after[0], after[1])
-            rows = operation_pages.accepted(
+            rows, end = operation_pages.accepted(
                 connection, desk.service, tenants, task=task, tenant=tenant, after=following, limit=ROWS
             )
-            last = [rows[-1].queue, rows[-1].id] if len(rows) == ROWS else None
+            last = None if end is None else [end.queue, end.id]
         else:
             since = None if after is None else [after[0], datetime.fromisoformat(after[1]), *after[2:]]
             rows, end = operation_pages.page(

@@ -96,3 +96,24 @@ def test_a_key_that_was_not_looked_for_everywhere_is_not_said_to_be_absent(
     page = otto.get("/operations?key=key-of-zeta")
     assert (page.status_code, "among those that were looked at" in page.text) == (200, True)
     assert otto.get("/operations?key=key-of-acme").status_code == 303
+
+
+def test_what_a_tenant_has_accepted_is_found_behind_that_of_others(
+    browser: Open, connection: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    b.enqueue_deposit()
+    copy = (
+        "INSERT INTO idempotency.outbox OVERRIDING SYSTEM VALUE SELECT (jsonb_populate_record(o, jsonb_build_object('id', o.id + n,"
+        " 'key', cast(:key AS text) || n, 'tenant', cast(:tenant AS text), 'message_id', gen_random_uuid()::text))).*"
+        " FROM idempotency.outbox o, generate_series(cast(:first AS int), cast(:last AS int)) n"
+        " WHERE o.id = (SELECT min(id) FROM idempotency.outbox)"
+    )
+    connection.execute(text(copy), {"key": "g", "tenant": "globex", "first": 1, "last": 25})
+    connection.execute(text(copy), {"key": "mine", "tenant": "acme", "first": 60, "last": 60})
+    monkeypatch.setattr(operation_pages, "WINDOW", 10)
+    tina, at, pages = browser("tina"), "/operations?stage=accepted", 0
+    while "mine60" not in (page := tina.get(at).text):
+        following = re.search(r'rel="next" href="([^"]+)"', page)
+        assert following is not None
+        at, pages = html.unescape(following[1]), pages + 1
+    assert pages == 2
