@@ -31,6 +31,8 @@ STATE_HEADER = "tracestate"
 _LONGEST = {PARENT_HEADER: 128, STATE_HEADER: 512}
 # What the names of our own attributes begin with.
 OURS = "idempotency."
+# Seconds for which a span waits for another thread that sets the tracer up.
+PATIENCE = 5.0
 # The release of OpenTelemetry's semantic conventions that names and attributes are of.
 SCHEMA = "https://opentelemetry.io/schemas/1.44.0"
 # What an attempt is ended with that goes on later: no error.
@@ -80,6 +82,7 @@ class Traces:
         self._context, self._api = context, trace
         self._set_up, self._lock = set_up, threading.Lock()
         self._tracer: Tracer | None = None
+        self._setting_up: int | None = None  # the thread that does
         # not the application's own propagators: what is stored today has to be read after they have changed
         self._w3c = TraceContextTextMapPropagator()
         self._kinds = {kind: trace.SpanKind[kind.upper()] for kind in get_args(Kind)}
@@ -144,8 +147,14 @@ class Traces:
         return self.safely(start, Span(self, self._api.INVALID_SPAN))
 
     def _made(self) -> Tracer:
-        with self._lock:
+        if self._tracer is not None:
+            return self._tracer
+        # what `set_up` itself sends or runs has no spans, nor has what waits for it too long: work goes on
+        if self._setting_up == threading.get_ident() or not self._lock.acquire(timeout=PATIENCE):
+            return self._api.NoOpTracer()
+        try:
             if self._tracer is None:
+                self._setting_up = threading.get_ident()
                 set_up, self._set_up = self._set_up, None
                 returned = None if set_up is None else self.safely(set_up, None)
                 provider = (
@@ -153,6 +162,9 @@ class Traces:
                 )
                 self._tracer = provider.get_tracer("idempotency", installed_version(), schema_url=SCHEMA)
             return self._tracer
+        finally:
+            self._setting_up = None
+            self._lock.release()
 
     def entered(self, span: OtelSpan) -> Any:
         """Make a span the current one. Returns what `left` is given."""

@@ -59,6 +59,10 @@ class Change:
             raise ChangeRefused("--as: 1 to 255 characters")
         if not 0 < (length := len(self.reason.strip())) <= REASON_LIMIT:
             raise ChangeRefused(f"--reason: 1 to {REASON_LIMIT} characters, got {length}")
+        if "\0" in self.reason + self.actor + (self.request_id or ""):
+            raise ChangeRefused(
+                "--reason, --as and --request-id: without NUL characters, which Postgres stores in no text"
+            )
 
 
 # ---------------------------------------------------------------- what a person is shown

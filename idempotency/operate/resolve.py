@@ -155,7 +155,8 @@ def _checked_result(app: Celery, runtime: Runtime, task: str, name: str, result:
     types = getattr(known_task(app, task, without_task=without_task), "effect_types", {})
     if name in types:
         try:
-            TypeAdapter(types[name]).validate_python(result)
+            # strict: what is recorded is the text as it is, so nothing is converted for the check alone
+            TypeAdapter(types[name]).validate_json(text, strict=True)
         except ValidationError as error:
             problem = error.errors(include_url=False, include_context=False, include_input=False)[0]
             where = ".".join(map(str, problem["loc"])) or "result"

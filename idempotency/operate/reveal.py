@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from celery import Celery
+from sqlalchemy import Connection
 
 from ..application import runtime_of
 from ..errors import OperationNotFound
-from ..store import dead_letters, operations
+from ..store import dead_letters, letter_operations, operations
 from ..wire.keys import OperationId
-from .change import Change, audit, read
+from .change import Change, audit, read, repeated
 
 
 def reveal(app: Celery, id: OperationId, change: Change) -> dict[str, Any]:
@@ -21,11 +22,21 @@ def reveal(app: Celery, id: OperationId, change: Change) -> dict[str, Any]:
     """
     runtime = runtime_of(app)
     with runtime.engine.begin() as connection:
-        read(connection, id, runtime.settings.service)
-        row = operations.lookup(connection, id, runtime.settings.service)
-        audit(connection, change, "reveal", id, row)
+        if repeated(connection, change, "reveal", id) is None:
+            _find(connection, id, runtime.settings.service)
+            row = operations.lookup(connection, id, runtime.settings.service)
+            audit(connection, change, "reveal", id, row)
     with runtime.autocommit() as connection:
         return operations.operation(connection, id, with_payload=True)
+
+
+def _find(connection: Connection, id: OperationId, service: str) -> None:
+    """Raise `OperationNotFound` for what has neither a record, a message that waits nor a letter of this application."""
+    try:
+        read(connection, id, service)
+    except OperationNotFound:
+        if not letter_operations.with_letter(connection, id, service):
+            raise
 
 
 def reveal_letter(app: Celery, letter: int, change: Change) -> dict[str, Any]:
@@ -38,5 +49,7 @@ def reveal_letter(app: Celery, letter: int, change: Change) -> dict[str, Any]:
         if row.consumer_service not in (None, runtime_of(app).settings.service):
             raise OperationNotFound(f"dead letter {letter}: not found")
         id = None if None in (row.tenant, row.task, row.key) else OperationId(row.tenant, row.task, row.key)
-        audit(connection, change, "reveal", id, None, details={"dead_letter": letter})
+        said = {"dead_letter": letter}
+        if repeated(connection, change, "reveal", id, said=said) is None:
+            audit(connection, change, "reveal", id, None, details=said)
     return {"headers": row.headers, "payload": row.payload}

@@ -26,6 +26,15 @@ class Condition:
     value: str | None = None
 
 
+# A cast to these by their usual names keeps the first character or bit alone.
+_WHOLE = {
+    "character": "pg_catalog.bpchar",
+    "character[]": "pg_catalog.bpchar[]",
+    "bit": 'pg_catalog."bit"',
+    "bit[]": 'pg_catalog."bit"[]',
+}
+
+
 def read_conditions(connection: Connection[Any], table: Table, given: Sequence[str]) -> list[Condition]:
     """Read conditions that all have to hold. Raises `IdempotencyError` for one that is none, and a value not of its column's type."""
     return [_read(connection, table, text, number) for number, text in enumerate(given)]
@@ -39,7 +48,7 @@ def _read(connection: Connection[Any], table: Table, text: str, number: int) -> 
         raise IdempotencyError(
             f"--where: {column.name} is of type {column.type}, whose comparisons are not Postgres' own"
         )
-    cast = column.type.replace("%", "%%")
+    cast = _WHOLE.get(column.type, column.type).replace("%", "%%")
     try:  # before it runs over the table, and so that no error about a row can be taken for one about this
         connection.execute(f"SELECT %(value)s::{cast} IS NULL", {"value": value})
     except DataError:

@@ -11,8 +11,9 @@ from typing import Any
 
 from sqlalchemy import Connection, Row
 
-# The most released operations that are looked at for one that still tries, and the most sagas that have stopped.
-BOUND = 500
+# The most released operations that are looked at for one that still tries, as many whose holder is gone, and as many sagas that
+# have stopped.
+BOUND = 20_000
 
 _MINE = """(d.consumer_service = %(service)s OR d.consumer_service IS NULL)
     AND (%(tenants)s::text[] IS NULL OR d.tenant = ANY(%(tenants)s))"""
@@ -58,12 +59,22 @@ ORDER BY d.id DESC, s.position LIMIT %(limit)s
 _STILL_TRIES = """
 SELECT r.tenant, r.task, r.key, r.attempts, e.key AS effect, e.value ->> 'key' AS provider_key,
        extract(epoch FROM clock_timestamp())::float8 - (e.value ->> 'begun_at')::float8 AS age,
-       extract(epoch FROM r.available_at - clock_timestamp())::float8 AS next_attempt
-FROM (SELECT tenant, task, key, attempts, effects, available_at, service FROM idempotency.records WHERE available_at IS NOT NULL ORDER BY queue, available_at LIMIT %(bound)s) r
+       extract(epoch FROM r.available_at - clock_timestamp())::float8 AS next_attempt, r.is_orphaned
+FROM ((SELECT tenant, task, key, attempts, effects, available_at, service, false AS is_orphaned
+       FROM idempotency.records WHERE available_at IS NOT NULL ORDER BY queue, available_at LIMIT %(bound)s) UNION ALL
+      -- nobody has recovered it yet: its holder has died in the middle of the call, say
+      (SELECT tenant, task, key, attempts, effects, NULL, service, true
+       FROM idempotency.records WHERE locked_until < clock_timestamp() ORDER BY locked_until LIMIT %(bound)s)) r
 CROSS JOIN LATERAL jsonb_each(r.effects) e
 WHERE (r.service = %(service)s) IS NOT FALSE AND (%(tenants)s::text[] IS NULL OR r.tenant = ANY(%(tenants)s))
   AND e.value ->> 'kind' = 'effect' AND e.value ->> 'state' = 'begun'
 ORDER BY 7 DESC LIMIT %(limit)s
+"""
+
+_NOT_ALL = """
+SELECT EXISTS (SELECT FROM idempotency.records WHERE available_at IS NOT NULL ORDER BY queue, available_at OFFSET %(bound)s)
+    OR EXISTS (SELECT FROM idempotency.records WHERE locked_until < clock_timestamp() ORDER BY locked_until OFFSET %(bound)s)
+    OR EXISTS (SELECT FROM idempotency.sagas WHERE stopped IS NOT NULL AND stopped = 'effect_unknown' OFFSET %(bound)s)
 """
 
 
@@ -95,3 +106,8 @@ def still_tried(
 ) -> Sequence[Row[Any]]:
     """Calls in doubt of operations that have not ended: their next attempt asks the provider, or calls under the same key."""
     return connection.exec_driver_sql(_STILL_TRIES, _parameters(service, tenants, bound=BOUND, limit=limit)).all()
+
+
+def are_more(connection: Connection) -> bool:
+    """Whether more operations or sagas wait than `BOUND`, so that calls of theirs may be on neither list."""
+    return bool(connection.exec_driver_sql(_NOT_ALL, {"bound": BOUND}).scalar_one())

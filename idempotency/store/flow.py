@@ -32,51 +32,59 @@ SELECT q.queue, counted.* FROM queues q CROSS JOIN LATERAL (
            count(*) FILTER (WHERE w.stage = 'published') AS published, count(*) FILTER (WHERE w.stage = 'stuck') AS stuck,
            extract(epoch FROM clock_timestamp() - min(w.since) FILTER (WHERE w.stage = 'accepted'))::float8 AS oldest_accepted,
            extract(epoch FROM clock_timestamp() - min(w.since) FILTER (WHERE w.stage = 'published'))::float8 AS oldest_published,
-           max(w.seen) >= {_PART} AS stopped
+           count(*) >= {_PART} AS stopped
     FROM (
-        SELECT CASE WHEN o.status = 'failed' THEN 'stuck'
+        SELECT CASE WHEN NOT ({_MINE}) THEN NULL  -- it counts for the limit alone
+                    WHEN o.status = 'failed' THEN 'stuck'
                     WHEN o.status = 'published' AND coalesce(begun.status = 'released', true) THEN 'published'
                     WHEN o.status = 'published' THEN 'begun'
                     WHEN {_DUE_AT} <= clock_timestamp() THEN 'accepted' ELSE 'delayed' END AS stage,
-               CASE WHEN o.status = 'published' THEN o.published_at ELSE {_DUE_AT} END AS since, o.seen
-        FROM (SELECT o.*, row_number() OVER () AS seen FROM (
+               CASE WHEN o.status = 'published' THEN o.published_at ELSE {_DUE_AT} END AS since
+        FROM (
             SELECT o.tenant, o.task, o.key, o.status, o.service, o.attempts, o.resends, o.available_at, o.created_at, o.published_at
-            FROM idempotency.outbox o WHERE o.settled_at IS NULL AND o.queue = q.queue ORDER BY o.id LIMIT {_PART}) o) o
+            FROM idempotency.outbox o WHERE o.settled_at IS NULL AND o.queue = q.queue ORDER BY o.id LIMIT {_PART}) o
         LEFT JOIN LATERAL (
             SELECT r.status FROM idempotency.records r
-            WHERE (r.tenant, r.task, r.key) = (o.tenant, o.task, o.key) AND o.status = 'published' LIMIT 1) begun ON true
-        WHERE {_MINE}
+            WHERE (r.tenant, r.task, r.key) = (o.tenant, o.task, o.key) AND o.status = 'published' AND {_MINE} LIMIT 1) begun ON true
     ) w
 ) counted WHERE q.queue IS NOT NULL
 """
 
 _RUNNING = f"""
-SELECT queue, count(*) AS running, count(*) FILTER (WHERE locked_until < clock_timestamp()) AS lease_over,
-       extract(epoch FROM clock_timestamp() - min(opened_at))::float8 AS oldest_running
+SELECT queue, count(*) FILTER (WHERE {_MINE}) AS running,
+       count(*) FILTER (WHERE {_MINE} AND locked_until < clock_timestamp()) AS lease_over,
+       extract(epoch FROM clock_timestamp() - min(opened_at) FILTER (WHERE {_MINE}))::float8 AS oldest_running,
+       sum(count(*)) OVER () >= %(bound)s AS stopped
 FROM (SELECT o.queue, o.locked_until, o.opened_at, o.service, o.tenant FROM idempotency.records o
       WHERE o.locked_until IS NOT NULL ORDER BY o.locked_until LIMIT %(bound)s) o
-WHERE {_MINE} GROUP BY queue
+GROUP BY queue
 """
 
 _RELEASED = f"""
 {QUEUES.format(table="records", condition="o.available_at IS NOT NULL")}
 SELECT q.queue, counted.* FROM queues q CROSS JOIN LATERAL (
-    SELECT count(*) AS released, extract(epoch FROM clock_timestamp() - min(o.opened_at))::float8 AS oldest_released,
+    SELECT count(*) FILTER (WHERE {_MINE}) AS released,
+           extract(epoch FROM clock_timestamp() - min(o.opened_at) FILTER (WHERE {_MINE}))::float8 AS oldest_released,
            count(*) >= {_PART} AS stopped
     FROM (SELECT o.opened_at, o.service, o.tenant FROM idempotency.records o
-          WHERE o.available_at IS NOT NULL AND o.queue = q.queue ORDER BY o.available_at LIMIT {_PART}) o WHERE {_MINE}
-) counted WHERE q.queue IS NOT NULL AND released > 0
+          WHERE o.available_at IS NOT NULL AND o.queue = q.queue ORDER BY o.available_at LIMIT {_PART}) o
+) counted WHERE q.queue IS NOT NULL
 """
 
 _ENDED = f"""
-SELECT queue, count(*) FILTER (WHERE status = 'completed') AS completed, count(*) FILTER (WHERE status = 'failed') AS failed,
-       extract(epoch FROM clock_timestamp() - max(completed_at))::float8 AS last_ended, max(seen) >= %(bound)s AS stopped
-FROM (SELECT o.queue, o.status, o.completed_at, o.service, o.tenant, row_number() OVER () AS seen FROM (
-          SELECT o.queue, o.status, o.completed_at, o.service, o.tenant FROM idempotency.records o
-          WHERE o.completed_at > clock_timestamp() - make_interval(secs => %(since)s)
-          ORDER BY o.completed_at DESC LIMIT %(bound)s) o) o
-WHERE {_MINE} GROUP BY queue
+SELECT queue, count(*) FILTER (WHERE {_MINE} AND status = 'completed') AS completed,
+       count(*) FILTER (WHERE {_MINE} AND status = 'failed') AS failed,
+       extract(epoch FROM clock_timestamp() - max(completed_at) FILTER (WHERE {_MINE}))::float8 AS last_ended,
+       sum(count(*)) OVER () >= %(bound)s AS stopped
+FROM (SELECT o.queue, o.status, o.completed_at, o.service, o.tenant FROM idempotency.records o
+      WHERE o.completed_at > clock_timestamp() - make_interval(secs => %(since)s)
+      ORDER BY o.completed_at DESC LIMIT %(bound)s) o
+GROUP BY queue
 """
+
+# The counts by what they are of; of these, one limit is for all queues together.
+KINDS = {"sent": _SENT, "running": _RUNNING, "released": _RELEASED, "ended": _ENDED}
+OVER_ALL = ("running", "ended")
 
 # Also which code each is of, which a schema before 0018 does not know.
 _PROCESSES = """
@@ -104,27 +112,35 @@ class Stages:
     oldest_running: float | None = None
     oldest_released: float | None = None
     last_ended: float | None = None
-    is_bounded: bool = False  # a count stopped at its share of `BOUND`
+    stopped: set[str] = field(default_factory=set)  # of `KINDS`, those whose counts stopped at their share of `BOUND`
 
     @property
     def ended(self) -> int:
         """How many have ended in the last `SINCE` seconds."""
         return self.completed + self.failed
 
+    @property
+    def has_work(self) -> bool:
+        """Whether anything of those that were asked for is there."""
+        parts = (self.accepted, self.delayed, self.published, self.stuck, self.running, self.released, self.ended)
+        return any(parts)
+
 
 @dataclass(slots=True)
 class Flow:
-    """All queues by name."""
+    """All queues by name, also those where only others have work. `stopped`: as of each queue, of counts over all queues."""
 
     queues: dict[str, Stages] = field(default_factory=dict)
+    stopped: set[str] = field(default_factory=set)
 
-    def take(self, rows: Any) -> None:
+    def take(self, kind: str, rows: Any) -> None:
         """Take over the columns of rows by the names of `Stages`' fields."""
         for row in rows:
             stages = self.queues.setdefault(row.queue, Stages())
             for name, value in row._mapping.items():
                 if name == "stopped":
-                    stages.is_bounded |= bool(value)
+                    if value:
+                        (self.stopped if kind in OVER_ALL else stages.stopped).add(kind)
                 elif name != "queue":
                     setattr(stages, name, value)
 
@@ -143,6 +159,8 @@ def flow(connection: Connection, service: str, tenants: Sequence[str] | None = N
         "bound": BOUND,
         "since": SINCE,
     }
-    for statement in (_SENT, _RUNNING, _RELEASED, _ENDED):
-        found.take(connection.exec_driver_sql(statement, parameters))
+    for kind, statement in KINDS.items():
+        found.take(kind, connection.exec_driver_sql(statement, parameters))
+    for stages in found.queues.values():
+        stages.stopped |= found.stopped
     return found

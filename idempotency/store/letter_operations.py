@@ -38,6 +38,11 @@ WHERE tenant = %(tenant)s AND task = %(task)s AND status = 'open'
 ORDER BY key
 """
 
+_WITH_LETTER = """
+SELECT EXISTS (SELECT FROM idempotency.dead_letters WHERE (tenant, task, key) = (%(tenant)s, %(task)s, %(key)s)
+               AND (consumer_service = %(service)s) IS NOT FALSE)
+"""
+
 # Of the undos that a replay of these letters, of sagas that have stopped, replays first.
 _LETTERS_OF_UNDOS = """
 SELECT d.id FROM idempotency.dead_letters l
@@ -51,6 +56,12 @@ WHERE l.id = ANY(%(letters)s) AND l.status = 'open'
 def with_open_letters(connection: Connection, id: OperationId) -> list[OperationId]:
     """Of an operation, and those of its key with `:number` after it, the ones that have an open letter."""
     return [OperationId(*row) for row in connection.exec_driver_sql(_WITH_OPEN_LETTERS, record.named(id))]
+
+
+def with_letter(connection: Connection, id: OperationId, service: str) -> bool:
+    """Whether an operation has a letter of this application, or of none."""
+    names = record.named(id) | {"service": service}
+    return bool(connection.exec_driver_sql(_WITH_LETTER, names).scalar_one())
 
 
 def named(connection: Connection, letters: Sequence[int]) -> Sequence[Row[Any]]:

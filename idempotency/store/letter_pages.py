@@ -47,7 +47,7 @@ WHERE status = 'open' AND {owner} AND (%(tenants)s::text[] IS NULL OR tenant = A
 """
 _GROUPS = f"""
 SELECT reason, coalesce(task, header_task, '-') AS task, coalesce(code_version, '{NO_VERSION}') AS code_version,
-       count(*) AS letters, min(failed_at) AS oldest, max(failed_at) AS newest,
+       count(*) AS letters, sum(count(*)) OVER () AS counted, min(failed_at) AS oldest, max(failed_at) AS newest,
        count(*) FILTER (WHERE failed_at > clock_timestamp() - interval '1 hour') AS last_hour,
        count(*) FILTER (WHERE failed_at BETWEEN clock_timestamp() - interval '2 hours'
                                             AND clock_timestamp() - interval '1 hour') AS hour_before
@@ -63,14 +63,24 @@ SELECT id, status, reason, generation, failed_at, closed_at FROM idempotency.dea
 WHERE (tenant, task, key) = (%(tenant)s, %(task)s, %(key)s) ORDER BY id
 """
 
-# Where each of these letters is: open, or what has become of its operation since.
+# Where each of these letters is: open, or what has become of its operation since. The next letter of an operation is one of its own
+# end after the replay: another message under its key, which was refused, says nothing of it.
 _FOLLOWED = """
-SELECT d.id, d.status, d.reason, d.tenant, coalesce(d.task, d.header_task) AS task, d.key, r.status AS operation,
+SELECT d.id, d.status, d.reason, d.tenant, d.task, d.key, r.status AS operation,
        (SELECT max(n.id) FROM idempotency.dead_letters n
-        WHERE (n.tenant, n.task, n.key) = (d.tenant, d.task, d.key) AND n.id > d.id AND n.status = 'open') AS next_letter
-FROM idempotency.dead_letters d
-LEFT JOIN idempotency.records r ON (r.tenant, r.task, r.key) = (d.tenant, coalesce(d.task, d.header_task), d.key)
-WHERE d.id = ANY(%(ids)s) ORDER BY d.id
+        WHERE (n.tenant, n.task, n.key) = (d.tenant, d.task, d.key) AND n.id <> d.id AND n.status = 'open'
+          AND n.failed_at >= d.closed_at AND (n.source = 'operation' OR d.source <> 'operation')) AS next_letter,
+       EXISTS (SELECT FROM idempotency.outbox o WHERE (o.tenant, o.task, o.key) = (d.tenant, d.task, d.key)
+               AND o.settled_at IS NULL) AS is_under_way
+FROM (
+    -- a letter of an unknown task names no operation: its replay does, in the audit
+    SELECT l.id, l.status, l.reason, l.source, l.closed_at, coalesce(l.tenant, a.tenant) AS tenant,
+           coalesce(l.task, a.task, l.header_task) AS task, coalesce(l.key, a.key) AS key
+    FROM idempotency.dead_letters l LEFT JOIN idempotency.audit a ON a.request_id = %(requests)s || l.id
+    WHERE l.id = ANY(%(ids)s)
+) d
+LEFT JOIN idempotency.records r ON (r.tenant, r.task, r.key) = (d.tenant, d.task, d.key)
+ORDER BY d.id
 """
 
 
@@ -120,6 +130,6 @@ def show(connection: Connection, service: str, tenants: Sequence[str] | None, le
     return connection.exec_driver_sql(_SHOWN, _parameters(service, tenants, id=letter)).one_or_none()
 
 
-def followed(connection: Connection, letters: Sequence[int]) -> Sequence[Row[Any]]:
-    """Whether these letters are open, and what their operations are by now."""
-    return connection.exec_driver_sql(_FOLLOWED, {"ids": list(letters)}).all()
+def followed(connection: Connection, letters: Sequence[int], requests: str) -> Sequence[Row[Any]]:
+    """Whether these letters are open, and what their operations are by now. `requests`: how the ids of their replays' requests begin."""
+    return connection.exec_driver_sql(_FOLLOWED, {"ids": list(letters), "requests": requests}).all()

@@ -64,6 +64,12 @@ WHERE {_MINE} AND {_FILTER}
 ORDER BY o.queue, o.id LIMIT %(limit)s
 """
 
+_LAST_ACCEPTED = """
+SELECT o.queue, o.id FROM idempotency.outbox o
+WHERE o.settled_at IS NULL AND (%(after)s::bigint IS NULL OR (o.queue, o.id) > (%(after_queue)s, %(after)s))
+ORDER BY o.queue, o.id OFFSET %(window)s - 1 LIMIT 1
+"""
+
 # A key alone begins no index: the pairs of tenant and task are found by skipping through one, and each is asked.
 _KINDS = """
 WITH RECURSIVE kinds(tenant, task) AS (
@@ -74,11 +80,11 @@ WITH RECURSIVE kinds(tenant, task) AS (
         SELECT k.tenant, k.task FROM idempotency.{table} k
         WHERE (k.tenant, k.task) > (kinds.tenant, kinds.task) ORDER BY k.tenant, k.task LIMIT 1) next
 )
-SELECT k.tenant, k.task, o.key FROM (SELECT * FROM kinds LIMIT %(kinds)s) k
-CROSS JOIN LATERAL (
+SELECT k.tenant, k.task, o.key, count(*) OVER () >= %(kinds)s AS stopped FROM (SELECT * FROM kinds LIMIT %(kinds)s) k
+LEFT JOIN LATERAL (
     SELECT o.key FROM idempotency.{table} o
-    WHERE o.tenant = k.tenant AND o.task = k.task AND o.key = %(key)s AND {mine} LIMIT 1) o
-WHERE %(tenants)s::text[] IS NULL OR k.tenant = ANY(%(tenants)s)
+    WHERE o.tenant = k.tenant AND o.task = k.task AND o.key = %(key)s AND {mine}
+      AND (%(tenants)s::text[] IS NULL OR k.tenant = ANY(%(tenants)s)) LIMIT 1) o ON true
 """
 _OWN = "(o.{service} = %(service)s) IS NOT FALSE"
 
@@ -89,14 +95,20 @@ SELECT EXISTS (SELECT FROM idempotency.records o WHERE {row} AND {own}) OR EXIST
 """.format(row="(o.tenant, o.task, o.key) = (%(tenant)s, %(task)s, %(key)s)", own=_OWN.format(service="service"))
 
 _TENANTS = """
-WITH RECURSIVE named(tenant) AS (
-    (SELECT r.tenant FROM idempotency.records r WHERE %(after)s::text IS NULL OR r.tenant > %(after)s ORDER BY r.tenant LIMIT 1)
+WITH RECURSIVE named(tenant, task) AS (
+    (SELECT r.tenant, r.task FROM idempotency.records r WHERE %(after)s::text IS NULL OR r.tenant > %(after)s
+     ORDER BY r.tenant, r.task LIMIT 1)
     UNION ALL
-    SELECT (SELECT r.tenant FROM idempotency.records r WHERE r.tenant > named.tenant ORDER BY r.tenant LIMIT 1)
-    FROM named WHERE named.tenant IS NOT NULL
+    SELECT next.tenant, next.task FROM named CROSS JOIN LATERAL (
+        SELECT r.tenant, r.task FROM idempotency.records r
+        WHERE (r.tenant, r.task) > (named.tenant, named.task) ORDER BY r.tenant, r.task LIMIT 1) next
 )
-SELECT tenant FROM (SELECT tenant FROM named LIMIT %(window)s) found
-WHERE tenant IS NOT NULL AND (%(tenants)s::text[] IS NULL OR tenant = ANY(%(tenants)s)) ORDER BY tenant LIMIT %(limit)s
+SELECT DISTINCT n.tenant FROM (SELECT tenant, task FROM named LIMIT %(window)s) n
+WHERE (%(tenants)s::text[] IS NULL OR n.tenant = ANY(%(tenants)s)) AND EXISTS (
+    -- a task is one application's, so its first records say whose it is
+    SELECT FROM (SELECT r.service FROM idempotency.records r WHERE r.tenant = n.tenant AND r.task = n.task LIMIT 100) o
+    WHERE (o.service = %(service)s) IS NOT FALSE)
+ORDER BY n.tenant LIMIT %(limit)s
 """
 
 
@@ -151,25 +163,38 @@ def accepted(
     tenant: str | None = None,
     after: tuple[str, int] | None = None,
     limit: int,
-) -> Sequence[Row[Any]]:
-    """Outbox rows of operations that have not begun, by queue, oldest first. `after`: queue and id of the last one before."""
+) -> tuple[Sequence[Row[Any]], Row[Any] | None]:
+    """Outbox rows of operations that have not begun, by queue, oldest first, and the row after which the next page begins.
+
+    `after`: queue and id of that row of the page before.
+    """
     queue, id = after or (None, None)
     parameters = _parameters(
         service, tenants, task=task, tenant=tenant, after_queue=queue, after=id, window=WINDOW, limit=limit
     )
-    return connection.exec_driver_sql(_ACCEPTED, parameters).all()
+    rows = connection.exec_driver_sql(_ACCEPTED, parameters).all()
+    if len(rows) == limit:
+        return rows, rows[-1]
+    return rows, connection.exec_driver_sql(_LAST_ACCEPTED, parameters).one_or_none()
 
 
 def with_key(
     connection: Connection, service: str, tenants: Sequence[str] | None, key: str
-) -> list[tuple[str, str, str]]:
-    """The operations that have this key, as tenant, task, key: begun, accepted, or with a dead letter."""
+) -> tuple[list[tuple[str, str, str]], bool]:
+    """The operations that have this key, as tenant, task, key: begun, accepted, or with a dead letter; and whether all were asked.
+
+    Not asked is what comes after `KINDS` pairs of a tenant and a task.
+    """
     found: set[tuple[str, str, str]] = set()
+    are_all = True
     for table, column in (("records", "service"), ("outbox", "service"), ("dead_letters", "consumer_service")):
         statement = _KINDS.format(table=table, mine=_OWN.format(service=column), first="")
         parameters = _parameters(service, tenants, key=key, kinds=KINDS)
-        found |= {(row.tenant, row.task, row.key) for row in connection.exec_driver_sql(statement, parameters)}
-    return sorted(found)
+        for row in connection.exec_driver_sql(statement, parameters):
+            are_all &= not row.stopped
+            if row.key is not None:
+                found.add((row.tenant, row.task, row.key))
+    return sorted(found), are_all
 
 
 def is_own(connection: Connection, service: str, tenant: str, task: str, key: str) -> bool:
@@ -179,13 +204,8 @@ def is_own(connection: Connection, service: str, tenant: str, task: str, key: st
 
 
 def names_of_tenants(
-    connection: Connection, tenants: Sequence[str] | None, *, after: str | None, limit: int
+    connection: Connection, service: str, tenants: Sequence[str] | None, *, after: str | None, limit: int
 ) -> list[str]:
-    """The tenants that have operations, by name. `after`: the last one before."""
-    parameters = {
-        "tenants": None if tenants is None else list(tenants),
-        "after": after,
-        "limit": limit,
-        "window": WINDOW,
-    }
+    """The tenants that have operations of this application, by name. `after`: the last one before."""
+    parameters = _parameters(service, tenants, after=after, limit=limit, window=WINDOW)
     return list(connection.exec_driver_sql(_TENANTS, parameters).scalars())

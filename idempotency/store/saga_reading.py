@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from typing import Any
+from uuid import UUID
 
 from sqlalchemy import Connection, Row
 
@@ -53,20 +54,21 @@ SELECT named.task FROM family JOIN idempotency.saga_steps s USING (saga_id),
 # What the filters choose first, then what each of those waits for.
 _LIST = f"""
 SELECT g.tenant, g.task AS type, g.key, g.entity_id, g.status, g.stopped, letter.last_error AS why, {_ERROR}, waits.waits,
-       g.created_at, g.updated_at
+       g.created_at, g.updated_at, g.id
 FROM (
     SELECT g.* FROM idempotency.sagas g
     WHERE (g.service = %(service)s OR g.observed)
       AND (%(status)s::text IS NULL OR g.status = %(status)s) AND (%(type)s::text IS NULL OR g.task = %(type)s)
       AND (%(tenant)s::text IS NULL OR g.tenant = %(tenant)s) {{stopped}}
       AND (%(tenants)s::text[] IS NULL OR g.tenant = ANY(%(tenants)s))
-      AND (%(before)s::timestamptz IS NULL OR g.created_at < %(before)s)
+      AND (%(before)s::timestamptz IS NULL OR g.created_at <= %(before)s
+           AND (g.created_at < %(before)s OR g.id < %(before_id)s::uuid))
       AND (%(older_than)s::float8 IS NULL OR g.created_at < clock_timestamp() - make_interval(secs => %(older_than)s))
       AND (%(waits_for)s::text IS NULL OR EXISTS (
           SELECT FROM idempotency.saga_steps s
           WHERE s.saga_id = g.id AND s.generation = g.generation AND s.state = 'begun'
             AND %(waits_for)s IN (s.event_type, s.call_task, s.name)))
-    ORDER BY g.created_at DESC LIMIT %(limit)s
+    ORDER BY g.created_at DESC, g.id DESC LIMIT %(limit)s
 ) g
 LEFT JOIN LATERAL (
     SELECT pg_catalog.jsonb_agg(pg_catalog.jsonb_build_object(
@@ -80,7 +82,7 @@ LEFT JOIN LATERAL (
     WHERE (d.tenant, d.task, d.key) = (g.tenant, g.task, g.key) AND d.status = 'open' AND d.reason = g.stopped
     ORDER BY d.id DESC LIMIT 1
 ) letter ON g.stopped IS NOT NULL
-ORDER BY g.created_at DESC
+ORDER BY g.created_at DESC, g.id DESC
 """
 _STOPPED = "AND g.stopped IS NOT NULL"
 
@@ -167,7 +169,7 @@ LIMIT 1
 class Filter:
     """Which sagas a list is of; None means any. `waits_for`: an event's type, a task that was called, or a name.
 
-    `tenants`: those of these only. `before`: begun earlier, for the next page.
+    `tenants`: those of these only. `before` and `before_id`: when the last one of the page before has begun, and its id.
     """
 
     service: str
@@ -179,6 +181,7 @@ class Filter:
     stopped: bool = False
     tenants: list[str] | None = None
     before: datetime | None = None
+    before_id: UUID | None = None
 
 
 def find(

@@ -7,6 +7,7 @@ cannot reach the webhook log, and leave the sending to those that can. At least 
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -101,13 +102,14 @@ def _of_processes(found: Snapshot, settings: Settings) -> Iterator[Alarm]:
 
 
 def _start(process: Row[Any]) -> str:
-    """How such a process is started, as a command line; what starts it in production is the deployment's."""
+    """How such a process is started, as a shell takes it; what starts it in production is the deployment's."""
     if process.kind == "relay":
         return f"{framework().command} relay -A yourapp"
     if process.kind == "stream":
         return f"{framework().command} stream -A yourapp"
     if process.kind == "worker":
-        return f"celery -A yourapp worker --hostname {process.name} --queues {','.join(process.queues)}"
+        queues = ["--queues", ",".join(process.queues)] if process.queues else []
+        return shlex.join(["celery", "-A", "yourapp", "worker", "--hostname", process.name, *queues])
     return "celery -A yourapp beat"
 
 

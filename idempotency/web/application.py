@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -28,15 +29,16 @@ from ..store import schema
 from . import approvals, bulk, doubts, failures, flow, letters, live, operations, sagas, tenants
 from .access import Sessions
 from .desk import Desk
-from .guard import Guard, Place
+from .guard import PLAIN, Guard, Place
 from .login import Login
 from .sessions import routes as of_sessions
 from .shown import environment, page
 
 # The revision of the schema whose columns the pages read.
 NEEDS = "0018"
-# Ports that a browser leaves out of an origin.
-PLAIN = {"http": 80, "https": 443}
+
+# Pages that take a thread at the same time, of the 40 that there are; and seconds for which another one waits for its turn.
+AT_ONCE, LONGEST_WAIT = {"login": 6, "page": 24}, 15.0
 
 
 def create_app(celery: Celery, *, host: str = "127.0.0.1", port: int = 8500, token: str | None = None) -> Starlette:
@@ -73,6 +75,7 @@ def create_app(celery: Celery, *, host: str = "127.0.0.1", port: int = 8500, tok
         middleware=[
             Middleware(Guard, place=place, sessions=sessions, logs_in=logs_in),
             Middleware(Failures),
+            Middleware(Crowd),
         ],
         exception_handlers={
             IdempotencyError: _refused,
@@ -80,8 +83,38 @@ def create_app(celery: Celery, *, host: str = "127.0.0.1", port: int = 8500, tok
             404: _not_found,
         },
     )
+    # behind a proxy the server sees plain http, and its redirect would lead there
+    app.router.redirect_slashes = False
     app.state.desk, app.state.templates = desk, environment()
     return app
+
+
+class Crowd:
+    """Has pages wait for each other before they take a thread, so that some are left for what asks no server.
+
+    Those who log in wait apart from those who have: the first wait for the issuer, and may be anybody.
+    """
+
+    def __init__(self, app: Application) -> None:
+        self._app = app
+        self._places = {name: asyncio.Semaphore(number) for name, number in AT_ONCE.items()}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope.get("path", "")
+        if scope["type"] != "http" or path.startswith(("/static/", "/health", "/live")):
+            await self._app(scope, receive, send)
+            return
+        places = self._places["login" if path in ("/login", "/callback") else "page"]
+        try:
+            await asyncio.wait_for(places.acquire(), LONGEST_WAIT)
+        except TimeoutError:
+            answer = PlainTextResponse("too many pages wait for an answer; look again later\n", 503)
+            await answer(scope, receive, send)
+            return
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            places.release()
 
 
 class Failures:
@@ -142,7 +175,8 @@ def _routes() -> list[BaseRoute]:
     ]
 
 
-def _health(request: Request) -> Response:
+async def _health(request: Request) -> Response:
+    """Whether the process answers, also while all its threads wait for a server. It says nothing of the database."""
     return PlainTextResponse("ok\n")
 
 

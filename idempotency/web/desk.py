@@ -58,6 +58,7 @@ class Desk:
         )
         self._kept: dict[Any, tuple[float, Any]] = {}
         self._making: dict[Any, threading.Lock] = {}
+        self._failed: dict[Any, tuple[float, Exception]] = {}
         self._lock = threading.Lock()
 
     def close(self) -> None:
@@ -81,13 +82,23 @@ class Desk:
             now = time.monotonic()
             for old in [each for each, (at, _) in self._kept.items() if now - at > LONGEST_KEPT]:
                 del self._kept[old], self._making[old]
+                self._failed.pop(old, None)
             making = self._making.setdefault(name, threading.Lock())
+        began = time.monotonic()
         with making:  # of this name alone: what is made may need what has another
+            failed = self._failed.get(name)
+            if failed is not None and failed[0] >= began:
+                raise failed[1]  # of the one that all have waited for: nobody waits for one after the other
             found = self._kept.get(name)
             if found is not None and time.monotonic() - found[0] < fresh:
                 return found[1]  # type: ignore[no-any-return]
-            made = make()
+            try:
+                made = make()
+            except Exception as error:
+                self._failed[name] = (time.monotonic(), error)
+                raise
             with self._lock:
+                self._failed.pop(name, None)
                 self._making.setdefault(name, making)
                 self._kept[name] = (time.monotonic(), made)
             return made

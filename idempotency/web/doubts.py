@@ -55,19 +55,23 @@ def show(request: Request) -> Response:
     before = number(request.query_params.get("before"), what="before")
     with desk.reading() as connection:
         rows, more = doubts.open_effects(connection, desk.service, tenants, before=before, limit=ROWS)
-        of_sagas = [] if before else doubts.open_effects_of_sagas(connection, desk.service, tenants, limit=FEW)
-        tried = [] if before else doubts.still_tried(connection, desk.service, tenants, limit=FEW)
+        of_sagas = [] if before else doubts.open_effects_of_sagas(connection, desk.service, tenants, limit=FEW + 1)
+        tried = [] if before else doubts.still_tried(connection, desk.service, tenants, limit=FEW + 1)
+        not_all = doubts.are_more(connection)
     found = [
         {name: value for name, value in row._asdict().items() if name != "payload"}
         | {"link": link_of(desk, row.task, row.effect, row.provider_key), "stake": at_stake(desk.celery, [row])}
-        for row in [*of_sagas, *rows]
+        for row in [*of_sagas[:FEW], *rows]
     ]
     book = runbooks.html("effect_unknown")
-    return page(request, "doubts.html", title="Money in doubt", rows=found, tried=tried, more=more, book=book)
+    return page(
+        request, "doubts.html", title="Money in doubt", rows=found, tried=tried[:FEW], more=more, book=book, few=FEW,
+        more_of_sagas=len(of_sagas) > FEW, more_tried=len(tried) > FEW, not_all=not_all, bound=doubts.BOUND,
+    )  # fmt: skip
 
 
 def ask(request: Request) -> Response:
-    """Ask the provider now: the letter is replayed, and the call's `reconcile` is asked before anything is called."""
+    """Ask, or call again: the letter is replayed, and the call's `reconcile` is asked before anything is called."""
     visitor_of(request).require("operator", "ask the provider")
     desk, letter = desk_of(request), number(form_of(request).get("letter"), what="letter")
     if letter is None:

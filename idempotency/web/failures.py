@@ -37,7 +37,9 @@ def show(request: Request) -> Response:
             for row in groups
         ]
     books = {row["page"]: runbooks.html(row["page"]) for row in found}
-    return page(request, "failures.html", title="Failures", groups=found, books=books, most=GROUPS, counted=COUNTED)
+    return page(request, "failures.html", title="Failures", groups=found, books=books, most=GROUPS, counted=COUNTED,
+        stopped=bool(groups) and groups[0].counted >= letter_pages.BOUND, bound=letter_pages.BOUND,
+    )  # fmt: skip
 
 
 def _stake(desk: Desk, connection: Connection, tenants: tuple[str, ...] | None, row: Any) -> list[str]:

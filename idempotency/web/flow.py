@@ -10,6 +10,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from ..store import alarms, flow, schema
+from ..store.overview import Snapshot
 from .desk import desk_of, visitor_of
 from .runbooks import about
 from .shown import page
@@ -24,10 +25,12 @@ def seen(request: Request) -> dict[str, Any]:
         settings = desk.settings
         with desk.reading() as connection:
             found = flow.flow(connection, desk.service, tenants)
-            alive = flow.processes(connection, desk.service)
+            # what belongs to no tenant is for those who see all
+            alive = [] if tenants is not None else flow.processes(connection, desk.service)
             active = [] if tenants is not None else alarms.active(connection, desk.service)
             revision = schema.current_revision(connection)
-        broker = desk.broker()
+        broker = desk.broker() if tenants is None else Snapshot()
+        named = {name for name, stages in found.queues.items() if stages.has_work} | {*broker.queues}
         queues = {
             name: asdict(stages)
             | {"ended": stages.ended}
@@ -35,12 +38,14 @@ def seen(request: Request) -> dict[str, Any]:
                 part: getattr(broker.queues[name], part, None) if name in broker.queues else None
                 for part in ("ready", "consumers")
             }
-            for name, stages in sorted(
-                (found.queues | {name: flow.Stages() for name in broker.queues if name not in found.queues}).items()
+            for name, stages in (
+                (name, found.queues.get(name) or flow.Stages(stopped=found.stopped)) for name in sorted(named)
             )
         }
         return {
             "queues": queues,
+            "not_all": any(stages.stopped for stages in found.queues.values()),
+            "bound": flow.BOUND,
             "broker_answered": broker.broker_answered,
             "processes": [
                 row._asdict() | {"is_silent": row.silent_seconds > settings.alarm_silence}
@@ -48,7 +53,10 @@ def seen(request: Request) -> dict[str, Any]:
                     alive, key=lambda row: (row.silent_seconds <= settings.alarm_silence, row.kind, row.name)
                 )
             ],
-            "kinds": {kind: sum(row.kind == kind for row in alive) for kind in ("worker", "relay", "beat")},
+            "kinds": {
+                kind: sum(row.kind == kind and row.silent_seconds <= settings.alarm_silence for row in alive)
+                for kind in ("worker", "relay", "beat")
+            },
             "alarms": [
                 {"name": row.name, "since": row.since, "page": about(row.name, settings.own_runbooks)} for row in active
             ],

@@ -10,10 +10,10 @@ from __future__ import annotations
 import hmac
 from collections.abc import Callable
 from dataclasses import dataclass
-from http.cookies import CookieError, SimpleCookie
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
+from starlette.requests import cookie_parser
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
 
 from ..http.asgi import Application, Message, Receive, Scope, Send
@@ -22,6 +22,8 @@ from .login import to_log_in
 
 # Bytes and fields of a form.
 FORM, FIELDS = 256 * 1024, 100
+# Ports that a browser leaves out of an origin.
+PLAIN = {"http": 80, "https": 443}
 # Paths that are answered without a session.
 OPEN = ("/login", "/callback", "/static/", "/health")
 
@@ -44,21 +46,23 @@ HEADERS = {
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where the page is reached: the origins that it has. `is_secure`: over https."""
+    """Where the page is reached: the origins that it has. `is_secure`: over https. `port`: of the first address."""
 
     origins: frozenset[str]
     is_secure: bool
+    port: int
 
     @classmethod
     def of(cls, *urls: str) -> Place:
         """Of addresses of the page, the first being the one that people use."""
         split = [urlsplit(url) for url in urls]
-        return cls(frozenset(f"{each.scheme}://{each.netloc}".lower() for each in split), split[0].scheme == "https")
+        origins = frozenset(f"{each.scheme}://{each.netloc}".lower() for each in split)
+        return cls(origins, split[0].scheme == "https", split[0].port or PLAIN[split[0].scheme])
 
     @property
     def cookie(self) -> str:
-        """The session's cookie: over https, one that no other host and no plain http can set."""
-        return "__Host-idempotency" if self.is_secure else "idempotency"
+        """The session's cookie: over https, one that no other host and no plain http can set; else one of this port."""
+        return "__Host-idempotency" if self.is_secure else f"idempotency-{self.port}"
 
     def has_host(self, host: str) -> bool:
         """Whether a request's Host is one of these."""
@@ -75,7 +79,11 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        headers: dict[str, str] = {}
+        for name, value in scope["headers"]:
+            named, given = name.decode("latin-1"), value.decode("latin-1")
+            # HTTP/2 may send a cookie in each header
+            headers[named] = f"{headers[named]}; {given}" if named == "cookie" and named in headers else given
         state = scope.setdefault("state", {})
         send = _with_headers(send, self._place, state, scope["path"])
         answer: Response | None
@@ -145,12 +153,8 @@ async def _body(receive: Receive) -> bytes | None:
 
 
 def cookie_of(headers: dict[str, str], name: str) -> str | None:
-    """The value of a request's cookie."""
-    try:
-        found = SimpleCookie(headers.get("cookie", "")).get(name)
-    except CookieError:
-        return None
-    return None if found is None else found.value
+    """The value of a request's cookie, whatever else other applications of its domain have set."""
+    return cookie_parser(headers.get("cookie", "")).get(name)
 
 
 def _with_headers(send: Send, place: Place, state: dict[str, Any], path: str) -> Callable[[Message], Any]:

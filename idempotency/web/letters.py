@@ -19,6 +19,7 @@ from ..store.letter_pages import Letters
 from ..store.statements import repeatable
 from ..wire.keys import OperationId
 from . import runbooks
+from .confirming import digest, read_of
 from .desk import ROWS, Fields, change_of, desk_of, form_of, letter_of, number, text_of, visitor_of
 from .preview import preview
 from .shown import done, page, path_of
@@ -74,7 +75,8 @@ def _shown(request: Request, letter: int, *, status: int = 200, **more: Any) -> 
         warnings = to_confirm(connection, [letter]) if row.status == "open" else []
         looked = preview(desk, connection, row, operation)
     given = {
-        "row": row, "id": id, "operation": operation, "asked_to_discard": request_to_discard, "warnings": warnings, "preview": looked,
+        "row": row, "id": id, "operation": operation, "asked_to_discard": request_to_discard, "warnings": warnings,
+        "read": " ".join(digest(each) for each in warnings), "preview": looked,
         "book": _book(request, row.reason), "revealed": None, "why": None,
     }  # fmt: skip
     return page(request, "letter.html", status=status, title=f"Dead letter {letter}", **given | more)
@@ -86,7 +88,7 @@ def replay_one(request: Request) -> Response:
     desk, form = desk_of(request), form_of(request)
     with desk.reading() as connection:
         letter_of(request, connection, letter)
-        confirmed = to_confirm(connection, [letter]) if form.get("confirmed") else []
+        confirmed = read_of(to_confirm(connection, [letter]), form.get("confirmed", "").split())
     try:
         id = replay(desk.celery, letter, change_of(request), confirmed=confirmed)
     except NotConfirmed as refusal:

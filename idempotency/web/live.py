@@ -20,6 +20,8 @@ EVERY, LONGEST = 5.0, 600.0
 # The most streams of this process at a time.
 MOST = 100
 _open = 0
+# Threads that all streams take at a time.
+_looking = asyncio.Semaphore(4)
 
 
 async def live(request: Request) -> Response:
@@ -36,7 +38,8 @@ async def _events(request: Request) -> AsyncIterator[str]:
     try:
         yield f"retry: {int(EVERY * 1000)}\n\n"
         while time.monotonic() < until and time.time() < visitor_of(request).until:
-            shown = await run_in_threadpool(lambda: render(request, "flow_tables.html", **seen(request)))
+            async with _looking:
+                shown = await run_in_threadpool(lambda: render(request, "flow_tables.html", **seen(request)))
             if shown != last:
                 yield "".join(f"data: {line}\n" for line in shown.splitlines()) + "\n"
                 last = shown

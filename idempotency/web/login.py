@@ -22,6 +22,9 @@ from ..settings import Settings
 
 # Seconds: for an answer of the issuer, and for which what it says about itself is kept.
 PATIENCE, KEPT = 5.0, 300.0
+# Seconds after which an issuer that has not answered is asked again.
+AGAIN = 2.0
+UNUSABLE = "login: idempotency_oidc_issuer does not say where to log in"
 ENDPOINTS = ("authorization_endpoint", "token_endpoint")
 
 
@@ -33,6 +36,7 @@ class Login:
             import authlib.integrations.requests_client  # noqa: F401
         self._celery, self._settings = celery, settings
         self._about: tuple[float, dict[str, Any]] | None = None
+        self._failed_at: float | None = None
         self._lock = threading.Lock()
 
     @property
@@ -99,9 +103,12 @@ class Login:
         """An address that the issuer names for itself. Raises `NotAuthenticated` if it does not answer, or is another one."""
         import requests
 
+        began = time.monotonic()
         with self._lock:
             if self._about is not None and time.monotonic() - self._about[0] < KEPT:
                 return str(self._about[1][name])
+            if self._failed_at is not None and self._failed_at >= began - AGAIN:
+                raise NotAuthenticated(UNUSABLE)  # nobody waits for one who is silent after another who has
             issuer = cast(str, self._settings.oidc_issuer)
             try:
                 about = f"{issuer.rstrip('/')}/.well-known/openid-configuration"
@@ -113,8 +120,9 @@ class Login:
                 for each in ENDPOINTS:
                     web_address(str(found[each]))
             except (requests.RequestException, ValueError, KeyError, TypeError) as error:
+                self._failed_at = time.monotonic()
                 log.warning("web_issuer_unusable", error=type(error).__name__)
-                raise NotAuthenticated("login: idempotency_oidc_issuer does not say where to log in") from None
+                raise NotAuthenticated(UNUSABLE) from None
             self._about = (time.monotonic(), found)
             return str(found[name])
 

@@ -37,21 +37,22 @@ def show_list(request: Request) -> Response:
     key = text_of(asked, "key")
     if key is not None:
         with desk.reading() as connection:
-            found = [OperationId(*row) for row in operation_pages.with_key(connection, desk.service, tenants, key)]
+            rows, are_all = operation_pages.with_key(connection, desk.service, tenants, key)
+        found = [OperationId(*row) for row in rows]
         if len(found) == 1:
             return RedirectResponse(path_of(found[0]), 303)
         if not found and key.isascii() and key.isdigit() and len(key) < 19:
             return RedirectResponse(f"/letters/{key}", 303)
-        return page(request, "found.html", title="Search", found=found, key=key)
+        return page(request, "found.html", title="Search", found=found, key=key, are_all=are_all)
     stage = asked.get("stage", "ended")
     if stage not in STAGES:
         raise ChangeRefused(f"stage: one of {', '.join(STAGES)}")
-    rows, more = _page(request, stage, asked)
+    listed, more = _page(request, stage, asked)
     return page(
         request,
         "operations.html",
         title="Operations",
-        rows=rows,
+        rows=listed,
         stage=stage,
         stages=STAGES,
         filters=Fields(asked),
@@ -66,10 +67,10 @@ def _page(request: Request, stage: str, asked: dict[str, str]) -> tuple[Any, str
     with desk.reading() as connection:
         if stage == "accepted":
             following = None if after is None else (after[0], after[1])
-            rows = operation_pages.accepted(
+            rows, end = operation_pages.accepted(
                 connection, desk.service, tenants, task=task, tenant=tenant, after=following, limit=ROWS
             )
-            last = [rows[-1].queue, rows[-1].id] if len(rows) == ROWS else None
+            last = None if end is None else [end.queue, end.id]
         else:
             since = None if after is None else [after[0], datetime.fromisoformat(after[1]), *after[2:]]
             rows, end = operation_pages.page(

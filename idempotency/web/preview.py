@@ -10,7 +10,7 @@ from sqlalchemy import Connection
 
 from ..attempt.effects import provider_key
 from ..reasons import BEYOND_LIMIT, FINGERPRINT_MISMATCH, SERVICE_MISMATCH
-from ..store import webhooks
+from ..store import dead_letters, letter_operations, operations, webhooks
 from ..wire.keys import HTTP_TASK, OperationId
 from .desk import Desk
 from .shown import error_of
@@ -25,13 +25,17 @@ NEVER = {
 
 @dataclass(slots=True)
 class Preview:
-    """`refused`: why it cannot be replayed. `calls`: what becomes of each call outside, and under which key."""
+    """`refused`: why it cannot be replayed. `calls`: what becomes of each call outside, and under which key.
+
+    `undos`: of a saga that has stopped, the undos that are replayed with it.
+    """
 
     refused: str | None = None
     runs: str = ""
     last: str = ""
     calls: list[dict[str, str]] = field(default_factory=list)
     heard: list[str] = field(default_factory=list)
+    undos: list[str] = field(default_factory=list)
 
 
 def preview(desk: Desk, connection: Connection, letter: Any, operation: Mapping[str, Any] | None) -> Preview:
@@ -40,16 +44,38 @@ def preview(desk: Desk, connection: Connection, letter: Any, operation: Mapping[
     if letter.status != "open":
         found.refused = f"it is {letter.status}"
         return found
-    found.refused = NEVER.get(letter.reason)
     record = None if operation is None else operation["record"]
+    found.refused = NEVER.get(letter.reason) or _refused(letter, record)
     found.runs, found.last = _runs(desk, letter, record), _last(letter, record)
     if operation is not None:
         id = OperationId(operation["tenant"], operation["task"], operation["key"])
-        found.calls = [
-            _call(id, name, effect) for name, effect in operation["effects"].items() if effect["kind"] == "effect"
-        ]
+        found.calls = _calls(operation)
         found.heard = list(_heard(desk, connection, id, record))
+    for undo in letter_operations.letters_of_undos(connection, [letter.id]):
+        row = dead_letters.show(connection, undo)
+        undone = operations.operation(connection, OperationId(row.tenant, row.task, row.key))
+        found.undos.append(f"{row.task} (dead letter {undo})")
+        found.calls += [call | {"name": f"{row.task}: {call['name']}"} for call in _calls(undone)]
     return found
+
+
+def _refused(letter: Any, record: Mapping[str, Any] | None) -> str | None:
+    """Why the operation is not reopened for this letter: the condition of `store/dead_letters.py`."""
+    if record is None or record["status"] == "released":
+        return None
+    if record["status"] == "failed" and record["generation"] == letter.generation:
+        return None
+    return (
+        f"its operation is {record['status']} in generation {record['generation']}; only one that failed in the letter's "
+        "generation can be replayed"
+    )
+
+
+def _calls(operation: Mapping[str, Any]) -> list[dict[str, str]]:
+    id = OperationId(operation["tenant"], operation["task"], operation["key"])
+    if (operation["record"] or {}).get("status") == "completed":
+        return []  # whatever they are, its body never runs again
+    return [_call(id, name, effect) for name, effect in operation["effects"].items() if effect["kind"] == "effect"]
 
 
 def _runs(desk: Desk, letter: Any, record: Mapping[str, Any] | None) -> str:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
+from uuid import UUID
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -30,9 +31,10 @@ def show_list(request: Request) -> Response:
     if status not in (None, *STATUSES):
         raise ChangeRefused(f"status: one of {', '.join(STATUSES)}")
     try:
-        moment = None if before is None else datetime.fromisoformat(before)
+        moment, _, last = (before or "").partition("|")
+        at, last_id = (datetime.fromisoformat(moment), UUID(last)) if before else (None, None)
     except ValueError:
-        raise ChangeRefused("before: a time in ISO 8601") from None
+        raise ChangeRefused("before: a time in ISO 8601, `|` and an id") from None
     only = Filter(
         desk.service,
         status=status,
@@ -40,14 +42,15 @@ def show_list(request: Request) -> Response:
         tenant=text_of(asked, "tenant"),
         stopped=bool(asked.get("stopped")),
         tenants=visitor.tenants,
-        before=moment,
+        before=at,
+        before_id=last_id,
     )
     with desk.reading() as connection:
         rows = saga_reading.list_sagas(connection, only, limit=ROWS)
     found = [
         row._asdict() | {"task": row.type, "why": None if row.why is None else json.loads(row.why)} for row in rows
     ]
-    more = rows[-1].created_at.isoformat() if len(rows) == ROWS else None
+    more = f"{rows[-1].created_at.isoformat()}|{rows[-1].id}" if len(rows) == ROWS else None
     return page(request, "sagas.html", title="Sagas", rows=found, statuses=STATUSES, filters=Fields(asked), more=more)
 
 
@@ -55,7 +58,11 @@ def show(request: Request) -> Response:
     """One saga."""
     desk = desk_of(request)
     with desk.reading() as connection:
-        id = seen(request, connection, operation_of(dict(request.query_params)))
+        id = operation_of(dict(request.query_params))
+        noted = saga_reading.saga(connection, id)
+        # a process that an observer has noted has no operation
+        if noted is None or not noted.observed or not visitor_of(request).sees(id.tenant):
+            seen(request, connection, id)
         found = saga_reading.show(connection, id)
     if found["saga"] is None:
         raise OperationNotFound("saga: it has not begun, or the operation is none")

@@ -14,6 +14,10 @@ from .shown import page
 
 # Kept by the browser while a person is at the issuer. Lax: the issuer's redirect comes from another site.
 KEPT = "idempotency-login"
+# Browsers drop a longer cookie, name and value together, and say nothing.
+LONGEST_COOKIE = 4096
+# Characters of the address that a login ends at: they are in that cookie.
+LONGEST_NEXT = 3_200
 
 
 def begin(request: Request) -> Response:
@@ -22,7 +26,8 @@ def begin(request: Request) -> Response:
     if desk.login is None:
         return RedirectResponse("/", 303)
     url, kept = desk.login.begin()
-    kept["next"] = local(request.query_params.get("next"))
+    path = local(request.query_params.get("next"))
+    kept["next"] = path if len(path) <= LONGEST_NEXT else "/"
     answer = RedirectResponse(url, 303)
     answer.set_cookie(
         KEPT,
@@ -52,9 +57,13 @@ def end(request: Request) -> Response:
         person = desk.login.end(kept, dict(request.query_params))
     except NotAllowed as refusal:
         return page(request, "error.html", status=403, title="Not logged in", why=str(refusal))
+    session = desk.sessions.begin(person)
+    if len(desk.place.cookie) + 1 + len(session) > LONGEST_COOKIE:
+        why = f'the session of someone with {len(person.tenants or ())} tenants is too long for a browser; give them "*", or fewer'
+        return page(request, "error.html", status=403, title="Not logged in", why=why)
     log.info("web_login", person=person.name, role=person.role)
     answer = page(request, "arrived.html", next=local(kept["next"]), person=person)
-    set_session(request, answer, desk.sessions.begin(person))
+    set_session(request, answer, session)
     answer.delete_cookie(KEPT, path="/callback")
     return answer
 

@@ -166,7 +166,8 @@ def render(request: Request, template: str, **values: Any) -> str:
         "logs_in": desk.login is not None,
     }
     found: str = request.app.state.templates.get_template(template).render(given | values)
-    return found
+    # half a pair of surrogates, which JSON may have and UTF-8 has not
+    return found.encode("utf-8", "backslashreplace").decode()
 
 
 def fragment(request: Request, template: str, **values: Any) -> Markup:

@@ -21,7 +21,7 @@ def show(request: Request) -> Response:
     keys_limit, bytes_limit = desk.settings.tenant_keys_limit, desk.settings.tenant_bytes_limit
     is_limited = keys_limit is not None or bytes_limit is not None
     with desk.reading() as connection:
-        names = operation_pages.names_of_tenants(connection, visitor.tenants, after=after, limit=FEW + 1)
+        names = operation_pages.names_of_tenants(connection, desk.service, visitor.tenants, after=after, limit=FEW + 1)
         if visitor.tenants is not None and after is None:
             names = sorted({*names, *visitor.tenants})
         rows = [

@@ -392,3 +392,21 @@ def test_a_large_table_is_answered_with_a_few_rows_of_memory(past: Run, engine: 
     found = asked(past, "--table", "many", "--key", "k", "--at", "t", "--amount", "amount", "--limit", 3)
     assert (found["rows"], found["copies"], found["amount"]) == (2_000_000, 100_000, "150000.0")
     assert len(json.dumps(found)) < 3000
+
+
+def test_where_compares_all_of_a_column_of_fixed_length(past: Run, engine: Engine) -> None:
+    """Also of a domain over one, and of an array of them."""
+    with engine.connect() as connection:
+        connection.exec_driver_sql(
+            "CREATE DOMAIN iso_currency AS char(3);"
+            "CREATE TABLE fixed (id bigserial PRIMARY KEY, order_id text, currency char(3), iso iso_currency, flags bit(4), "
+            "several char(3)[]);"
+            "INSERT INTO fixed (order_id, currency, iso, flags, several) SELECT 'o1', 'EUR', 'EUR', B'1010', '{EUR,USD}' "
+            "FROM generate_series(1, 2)"
+        )
+    table = ("--table", "fixed", "--key", "order_id")
+    for right in ("currency=EUR", "iso=EUR", "flags=1010", "several={EUR,USD}", "currency!=E", "flags!=1"):
+        assert asked(past, *table, "--where", right)["groups"] == 1, right
+    for wrong in ("currency!=EUR", "iso!=EUR", "flags!=1010", "currency=E", "flags=1", "several={E,U}"):
+        answer = past(*table, "--where", wrong, "--json")
+        assert (answer.status, answer.document["rows"]) == (0, 0), wrong

@@ -7,6 +7,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -271,7 +272,7 @@ def check(line: Line) -> None:
         # its own parser; where it is not installed, nothing else knows its commands
         assert promtool is None or subprocess.run([promtool, *arguments, "--help"], capture_output=True).returncode == 0
     else:
-        assert program in ("psql", "curl", "kill"), program
+        assert program in ("psql", "curl", "kill", "ps"), program
 
 
 def parse(command: Any, arguments: list[str]) -> None:
@@ -340,3 +341,37 @@ def test_the_commands_of_a_page_can_be_filled_in(page: str) -> None:
 def test_a_letters_page_begins_with_the_command_that_its_alert_has() -> None:
     for reason in (*reasons.OF_LETTERS, *OWN, reasons.DECLINED):
         assert commands(PAGES[page_of(reason, OWN)])[0].command == "idempotency dead-letters show DEAD_LETTER"
+
+
+# ---------------------------------------------------------------- a process that is silent
+
+
+def line_of(page: str, word: str) -> Line:
+    return next(each for each in commands(PAGES[page]) if word in each.command)
+
+
+@pytest.mark.parametrize(("argument", "killed"), [("celery", True), ("another", False)])
+def test_a_silent_process_is_killed_only_while_its_number_is_a_process_of_ours(argument: str, killed: bool) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", "import time; print(flush=True); time.sleep(60)", argument], stdout=-1
+    )
+    try:
+        assert process.stdout is not None
+        process.stdout.readline()  # it runs its own program by now
+        subprocess.run(["/bin/sh", "-c", line_of("silent", "kill").filled({"PID": str(process.pid)})], check=True)
+        if killed:
+            assert process.wait(10) == -9
+        else:
+            assert process.poll() is None
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_how_a_process_is_started_again_is_words_of_a_shell() -> None:
+    process = SimpleNamespace(kind="worker", name="w@h$(touch x)", queues=["eu payments", "a;b"])
+    start = alarms._start(process)  # type: ignore[arg-type]
+    filled = line_of("silent", "START").filled({"START": start}).removesuffix("&")
+    assert shlex.split(filled) == [
+        "celery", "-A", "yourapp", "worker", "--hostname", "w@h$(touch x)", "--queues", "eu payments,a;b",
+    ]  # fmt: skip

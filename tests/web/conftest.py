@@ -86,6 +86,13 @@ class Browser:
 Open = Callable[..., Browser]
 
 
+def tick(page: Any) -> str:
+    """What the page has in its tick for having read its warnings."""
+    found = re.search(r'name="confirmed" value="([^"]+)"', page.text)
+    assert found is not None
+    return found[1]
+
+
 @pytest.fixture
 def browser(bank: Celery, configure: Callable[..., None], company: Company) -> Iterator[Open]:
     """Opens the page for a person with a session, which `by_company` a real login begins; for None, without one."""

@@ -23,7 +23,7 @@ from tests.support import bank as b
 from tests.support import operations as op
 from tests.support.asgi import Client
 from tests.support.deliveries import Deliveries
-from tests.web.conftest import PAGE, Open
+from tests.web.conftest import PAGE, Open, tick
 
 PAGES = ("/", "/failures", "/letters", "/doubts", "/approvals", "/operations", "/sagas", "/tenants")
 
@@ -128,7 +128,7 @@ def test_without_a_login_everyone_is_a_reader(bank: Celery, deliveries: Deliveri
     app = create_app(bank, port=8500)
     with Client(app, "http://127.0.0.1:8500") as client:
         assert "reader · reader" in client.get("/").text
-        csrf = app.state.desk.sessions.visitor(client.cookies["idempotency"]).csrf
+        csrf = app.state.desk.sessions.visitor(client.cookies["idempotency-8500"]).csrf
         for path in ("replay", "discard", "reveal"):
             sent = client.post(
                 f"/letters/{letter.id}/{path}",
@@ -148,8 +148,8 @@ def test_with_a_token_the_page_is_its_owners(bank: Celery, connection: Connectio
     app = create_app(bank, token=token)
     with Client(app, "http://localhost:8500") as client:
         assert "ann · operator" in client.get("/").text
-        csrf = app.state.desk.sessions.visitor(client.cookies["idempotency"]).csrf
-        form = {"csrf": csrf, "reason": "again", "confirmed": "1"}
+        csrf = app.state.desk.sessions.visitor(client.cookies["idempotency-8500"]).csrf
+        form = {"csrf": csrf, "reason": "again", "confirmed": tick(client.get(f"/letters/{letter.id}"))}
         sent = client.post(f"/letters/{letter.id}/replay", data=form, headers={"Origin": "http://localhost:8500"})
         assert sent.status_code == 303
     assert ("ann", "replay") in actions(connection)
@@ -196,7 +196,8 @@ def test_a_form_of_another_page_or_session_changes_nothing(
 ) -> None:
     deliveries.deliver(b.failing, "a1", "permanent")
     (letter,) = letters(connection)
-    page, form = browser("otto"), {"reason": "x", "confirmed": "1"}
+    page = browser("otto")
+    form = {"reason": "x", "confirmed": tick(page.get(f"/letters/{letter.id}"))}
     own, other = page.csrf(), browser("olga").csrf()
     wrong: list[dict[str, Any]] = [{"csrf": each} for each in ("wrong", "", other)]
     wrong += [{"csrf": own, "origin": each} for each in ("https://evil.example", "null", None)]
@@ -266,8 +267,8 @@ def test_an_operator_of_one_tenant_neither_sees_nor_changes_another(
     assert page.post("/bulk/begin", {"only_tenant": "globex", "reason": "x"}).status_code == 409
     assert actions(connection) == before
     assert [each.status for each in letters(connection)] == ["open", "open"]
-    assert page.get(f"/letters/{mine.id}").status_code == 200
-    assert page.post(f"/letters/{mine.id}/replay", {"reason": "mine", "confirmed": "1"}).status_code == 303
+    confirmed = tick(page.get(f"/letters/{mine.id}"))
+    assert page.post(f"/letters/{mine.id}/replay", {"reason": "mine", "confirmed": confirmed}).status_code == 303
     assert actions(connection) == [("tina", "replay")]
 
 

@@ -25,7 +25,7 @@ from tests.support import operations as op
 from tests.support.deliveries import Deliveries, deliver_row
 from tests.support.operations import Record, make_due
 from tests.support.tasks import Provider, lost, make_task
-from tests.web.conftest import Browser, Open
+from tests.web.conftest import Browser, Open, tick
 
 SECRET = "the-customers-own-words"
 HOSTILE = '<script>alert("x")</script><img src=x onerror=alert(1)>\'"&'
@@ -260,7 +260,12 @@ def test_money_in_doubt_is_listed_resolved_by_its_type_corrected_and_replayed(
     hidden = dict(re.findall(r'name="(status|fence)" value="([^"]*)"', form.text))
     given = named | hidden | {"outcome": "happened", "reason": "found in their list"}
     assert browser("rita").post("/doubts/resolve", given | {"result": "{}"}).status_code == 403
-    for result, why in (('{"charge": 7}', "result of 'charge': "), ("{", "must be JSON"), ("", "must be JSON")):
+    for result, why in (
+        ('{"charge": 7}', "result of 'charge': "),
+        ("{", "must be JSON"),
+        ("", "must be JSON"),
+        ('{"charge": "ch_9", "cents": "1250"}', "cents: Input should be a valid integer"),
+    ):
         refused = page.post("/doubts/resolve", given | {"result": result})
         assert (refused.status_code, why in shown(refused)) == (422, True)
         assert 'value="found in their list"' in refused.text, "nothing has to be typed again"
@@ -325,10 +330,21 @@ def test_a_replay_of_what_was_declined_needs_to_be_read_and_is_made_once(
     asked = {"reason": "ticket 1", "request_id": "once"}
     refused = page.post(f"/letters/{letter.id}/replay", asked)
     assert (refused.status_code, "say that you have read this" in shown(refused)) == (409, True)
+    unread = page.post(f"/letters/{letter.id}/replay", asked | {"confirmed": "1"})
+    assert unread.status_code == 409, "a tick says which warnings were read"
+    confirmed = {"confirmed": tick(refused)}
     for _ in range(2):
-        assert page.post(f"/letters/{letter.id}/replay", asked | {"confirmed": "1"}).status_code == 303
+        assert page.post(f"/letters/{letter.id}/replay", asked | confirmed).status_code == 303
     (row,) = audited(connection, "replay")
     assert (row.actor, row.reason) == ("otto", "ticket 1")
+
+
+def confirm(page: Browser, answer: Any) -> Any:
+    """Send the form in which a person has read the warnings of a bulk."""
+    form = re.findall(r'name="([^"]+)" value="([^"]*)"', answer.text.split('action="/bulk/begin"')[1])
+    return page.post(
+        "/bulk/begin", {html.unescape(name): html.unescape(value) for name, value in form if name != "csrf"}
+    )
 
 
 def flaky(bank: Celery, fails: set[str]) -> Any:
@@ -406,7 +422,8 @@ def test_a_bulk_replay_of_what_was_declined_is_read_first(
     page = browser("otto")
     asked = begin(page, b.failing)
     assert (asked.status_code, "2 were declined or cancelled" in shown(asked)) == (200, True)
-    begun = begin(page, b.failing, confirmed="1")
+    assert begin(page, b.failing, confirmed="1").status_code == 200, "nobody has read them"
+    begun = confirm(page, asked)
     of = dict(re.findall(r'name="(of)" value="([^"]*)"', page.get(begun.headers["location"]).text))
     assert page.post("/bulk/next", of).status_code == 303
     assert len(audited(connection, "replay")) == 1

@@ -7,11 +7,11 @@ for (const part of document.querySelectorAll("[data-live]")) {
   source.onmessage = (event) => {
     const focused = part.contains(document.activeElement) ? document.activeElement.getAttribute("aria-label") : null;
     part.innerHTML = event.data;
+    part.classList.remove("stale"); // a stream that is open has shown nothing yet
     if (focused) part.querySelector(`[aria-label="${CSS.escape(focused)}"]`)?.focus({ preventScroll: true });
     part.dataset.since = String(Date.now());
   };
   source.onerror = () => part.classList.add("stale");
-  source.onopen = () => part.classList.remove("stale");
 }
 
 const again = document.querySelector("[data-reload]");
