@@ -79,7 +79,7 @@ def test_a_person_works_in_the_page_with_a_browser(
     )
     page.on("pageerror", lambda error: errors.append(str(error)))
     pages.log_in(page, address, company, "otto")
-    (cookie,) = (each for each in context.cookies() if each["name"] == "idempotency")
+    (cookie,) = (each for each in context.cookies() if each["name"].startswith("idempotency-"))
     assert (cookie["httpOnly"], cookie["sameSite"]) == (True, "Strict")
     found: list[str] = []
     page.goto(f"{address}/letters")
