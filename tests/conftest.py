@@ -255,6 +255,24 @@ def bank(environment: dict[str, str]) -> Iterator[Celery]:
     kombu.pools.reset()
 
 
+@pytest.fixture
+def configure(bank: Celery) -> Iterator[Callable[..., None]]:
+    """Sets the application's settings until the end of the test."""
+    changed: set[str] = set()
+
+    def change(**settings: object) -> None:
+        for name, value in settings.items():
+            bank.conf[f"idempotency_{name}"] = value
+            changed.add(f"idempotency_{name}")
+        close_runtime(bank)
+
+    yield change
+    for name in changed:
+        bank.conf.pop(name, None)
+        bank.conf.changes.pop(name, None)
+    close_runtime(bank)
+
+
 def delete_queue(environment: dict[str, str]) -> None:
     from tests.support import bank
 

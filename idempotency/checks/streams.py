@@ -8,7 +8,7 @@ from typing import Any
 from amqp.exceptions import NotFound
 from celery import Celery
 
-from ..broker.channel import verifying
+from ..broker.channel import connect
 from ..errors import MissingExtra, SettingsError
 from ..extras import extra
 from ..observe.logs import log
@@ -118,7 +118,7 @@ def _check_queues(app: Celery, stream: Stream) -> list[Finding]:
     assert isinstance(stream.source, RabbitStream)
     subject, missing = _subject(stream), []
     queues = stream.source.queues
-    with verifying(app.connection_for_read(connect_timeout=TIMEOUT)) as connection:
+    with connect(app.connection_for_read, connect_timeout=TIMEOUT) as connection:
         for queue in queues:
             try:
                 with connection.channel() as channel:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from dataclasses import asdict
 from typing import Annotated
@@ -23,14 +22,14 @@ from ..environment import environment, role_passwords
 from ..errors import SettingsError
 from ..extras import extra
 from ..observe import metrics, outages
-from ..observe.logs import keep_lines_whole, log
+from ..observe.logs import log
 from ..observe.outages import Pauses, reason
 from ..store import partitioning, roles, schema
 from ..store.connections import make_migrations_engine
 from ..upkeep import maintenance, objects
 from ..upkeep.loops import run_relay
 from .options import AppOption, JsonOption
-from .terminal import application, console, plain, print_json, stopped_by_signals
+from .terminal import application, console, log_to_stderr, plain, print_json, stopped_by_signals
 
 commands = typer.Typer()
 
@@ -83,8 +82,7 @@ def relay(app: AppOption = "") -> None:
     celery = application(app)
     celery.loader.import_default_modules()  # the check looks at its tasks
     unanswered = require_safe_setup(celery)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    keep_lines_whole(logging.getLogger())
+    log_to_stderr()
     stop = stopped_by_signals()
     require_broker_address(celery)
     _wait_for_postgres(celery, stop, unanswered)

@@ -39,7 +39,7 @@ COMMANDS = {
     ),
     "web": (
         "web",
-        "Serve the page for whoever is on call, until stopped: flow, failures, money in doubt, dead letters, approvals.",
+        "Serve the page for the person on call, until stopped: flow, failures, money in doubt, dead letters, approvals.",
     ),
     "recover": ("deployment", "Release operations that have lost their holder, once."),
     "purge": ("deployment", "Delete what is past its retention, once, and large results that nothing refers to."),

@@ -5,7 +5,6 @@ Exit status 0: done. 1: refused or not found, with one line on stderr. 2: the co
 
 from __future__ import annotations
 
-import logging
 from typing import Annotated
 
 import typer
@@ -13,7 +12,7 @@ import typer
 from ..application import runtime_of, settings_of
 from ..checks.startup import require_safe_setup
 from ..observe import outages
-from ..observe.logs import keep_lines_whole, log
+from ..observe.logs import log
 from ..operate.change import Change
 from ..operate.seek import needs_token, seek_stream
 from ..store import streams as stored
@@ -23,7 +22,7 @@ from ..streams.process import chosen, run_streams
 from ..upkeep.presence import SignOfLife
 from .options import ActorOption, AppOption, JsonOption, ReasonOption, RequestOption
 from .proof import proven_if
-from .terminal import application, console, print_json, print_table, stopped_by_signals
+from .terminal import application, console, log_to_stderr, print_json, print_table, stopped_by_signals
 
 commands = typer.Typer()
 group = typer.Typer(
@@ -52,8 +51,7 @@ def stream(
         return
     celery = application(app)
     streams = chosen(celery, only or ())
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    keep_lines_whole(logging.getLogger())
+    log_to_stderr()
     stop = stopped_by_signals()
     unanswered = require_safe_setup(celery, has_streams=True)
     if unanswered is not None and outages.postgres.is_news():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import signal
 import sys
 import threading
@@ -20,6 +21,7 @@ from rich.text import Text
 
 from ..environment import environment
 from ..errors import IdempotencyError
+from ..observe.logs import keep_lines_whole
 
 # A table of so many columns is readable with folded cells.
 FOLDED = 3
@@ -124,6 +126,12 @@ def plain(value: Any) -> str:
 
 def _as_text(value: Any) -> str:
     return str(value.isoformat() if hasattr(value, "isoformat") else value)
+
+
+def log_to_stderr() -> None:
+    """Write the logs of a command that runs until it is stopped, a line each."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    keep_lines_whole(logging.getLogger())
 
 
 def stopped_by_signals() -> threading.Event:

@@ -1,17 +1,15 @@
-"""`idempotency web`: one screen for whoever is on call. Exit status 1: refused, with one line on stderr."""
+"""`idempotency web`: one screen for the person on call. Exit status 1: refused, with one line on stderr."""
 
 from __future__ import annotations
 
-import logging
 from typing import Annotated
 
 import typer
 
 from ..errors import SettingsError
 from ..extras import extra
-from ..observe.logs import keep_lines_whole
 from .options import AppOption
-from .terminal import application, console, operators_token
+from .terminal import application, console, log_to_stderr, operators_token
 
 commands = typer.Typer()
 
@@ -24,14 +22,13 @@ def serve(
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535)] = 8500,
 ) -> None:
-    """Serve the page for whoever is on call, until stopped: flow, failures, money in doubt, dead letters, approvals."""
+    """Serve the page for the person on call, until stopped: flow, failures, money in doubt, dead letters, approvals."""
     celery = application(app)
     with extra("web"):
         import uvicorn
 
         from ..web.application import create_app
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    keep_lines_whole(logging.getLogger())
+    log_to_stderr()
     served = create_app(celery, host=host, port=port, token=operators_token())
     desk = served.state.desk
     whose = "people log in" if desk.login is not None else f"everyone is {desk.sessions.everyone}"

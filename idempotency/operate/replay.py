@@ -16,7 +16,16 @@ from ..errors import NotAuthenticated, ReplayRefused
 from ..framework import framework
 from ..reasons import ALTERED, CANCELLED, FOUND_BY_US, REVOKED, UNHANDLED, UNSIGNED
 from ..settings import Settings
-from ..store import dead_letters, erasure, letter_operations, operations, saga_changes, stream_letters, webhook_letters
+from ..store import (
+    dead_letters,
+    erasure,
+    letter_messages,
+    letter_operations,
+    operations,
+    saga_changes,
+    stream_letters,
+    webhook_letters,
+)
 from ..store.statements import repeatable
 from ..streams.declaring import TASK_PREFIX, stream_of
 from ..streams.reopened import same_operation
@@ -204,7 +213,7 @@ def _check_signature(connection: Connection, letter: int, settings: Settings) ->
     in_transition = settings.unsigned_until is not None and datetime.now(UTC) < settings.unsigned_until
     if not is_doubted and (not is_strange or in_transition):
         return
-    message = dead_letters.stored_message(letter, row.payload)
+    message = letter_messages.stored_message(letter, row.payload)
     try:
         headers = json.loads(row.headers or "{}")
     except (ValueError, RecursionError):

@@ -8,7 +8,6 @@ from typing import Any
 
 import psycopg
 from psycopg import Connection, IsolationLevel, errors
-from sqlalchemy import create_engine
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError
 
@@ -40,8 +39,8 @@ def connect_parameters(address: str) -> dict[str, Any]:
         url = make_url(address)
         if url.drivername.partition("+")[0] not in _SCHEMES:
             raise ValueError
-        dialect = create_engine(url.set(drivername=_DRIVER)).dialect
-        _, parameters = dialect.create_connect_args(url.set(drivername=_DRIVER))
+        url = url.set(drivername=_DRIVER)
+        _, parameters = url.get_dialect()().create_connect_args(url)
     except (ArgumentError, ValueError, TypeError):
         raise IdempotencyError("--database: must be an address like postgresql://user@host/name") from None
     return dict(parameters)

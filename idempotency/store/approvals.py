@@ -7,6 +7,8 @@ from typing import Any
 
 from sqlalchemy import Connection, Row
 
+from .visible import parameters
+
 _OPEN = """
 SELECT a.letter, a.requested_by, a.requested_at, a.reason AS why, a.known_by, d.reason, d.tenant, coalesce(d.task, d.header_task) AS task,
        d.key, d.failed_at, d.code_version,
@@ -22,5 +24,5 @@ def open_requests(
     connection: Connection, service: str, tenants: Sequence[str] | None, *, before: int | None, limit: int
 ) -> Sequence[Row[Any]]:
     """Requests to discard open letters that nobody has approved; the next page has `before=` the last letter."""
-    parameters = {"service": service, "tenants": None if tenants is None else list(tenants), "before": before}
-    return connection.exec_driver_sql(_OPEN, parameters | {"limit": limit}).all()
+    fields = parameters(service, tenants, before=before, limit=limit)
+    return connection.exec_driver_sql(_OPEN, fields).all()

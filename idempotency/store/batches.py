@@ -135,72 +135,45 @@ def claim_new(
     `tokens`: one for each delivery, whose keys must differ. `lease` and `horizon`, which signed messages are not older than, in
     seconds. On a connection in AUTOCOMMIT mode, of partitions some at a time.
     """
+    ids, claims = {each.id.key: each.id for each in deliveries}, dict[str, Claimed]()
     many = most_together(connection, len(deliveries))
-    claims: dict[str, Claimed] = {}
     for begin in range(0, len(deliveries), many):
-        some = slice(begin, begin + many)
-        claims |= _claim_new(
+        some, asked_at = deliveries[begin : begin + many], time.monotonic()
+        rows = execute(
             connection,
-            deliveries[some],
-            tokens[some],
-            service=service,
-            holder=holder,
-            lease=lease,
-            horizon=horizon,
+            fitting(connection, _CLAIM_NEW, _CLAIM_NEW_IN_PARTITIONS),
+            {
+                **_named(some, service),
+                "tokens": list(tokens[begin : begin + many]),
+                "messages": [each.message for each in some],
+                "queues": [each.queue for each in some],
+                "signed": [each.signed_at for each in some],
+                "horizon": horizon,
+                "holder": holder,
+                "lease": lease,
+            },
         )
+        claims |= {
+            row.key: Claimed(
+                ids[row.key],
+                row.fence,
+                row.token,
+                row.attempts,
+                row.generation,
+                0.0,
+                {},
+                fingerprint=row.fingerprint,
+                has_hint=False,
+                asked_at=asked_at,
+            )
+            for row in rows.fetchall()
+        }
     return claims
 
 
 def most_together(connection: Connection, many: int) -> int:
     """How many of so many new operations a transaction may insert: in partitions, each takes a lock until its end."""
     return min(many, KEYS_AT_ONCE) if is_partitioned(connection) else many
-
-
-def _claim_new(
-    connection: Connection,
-    deliveries: Sequence[Delivery],
-    tokens: Sequence[str],
-    *,
-    service: str,
-    holder: str,
-    lease: float,
-    horizon: float,
-) -> dict[str, Claimed]:
-    first, asked_at = deliveries[0].id, time.monotonic()
-    rows = execute(
-        connection,
-        fitting(connection, _CLAIM_NEW, _CLAIM_NEW_IN_PARTITIONS),
-        {
-            "tenant": first.tenant,
-            "task": first.task,
-            "keys": [each.id.key for each in deliveries],
-            "tokens": list(tokens),
-            "fingerprints": [each.fingerprint for each in deliveries],
-            "messages": [each.message for each in deliveries],
-            "queues": [each.queue for each in deliveries],
-            "signed": [each.signed_at for each in deliveries],
-            "horizon": horizon,
-            "service": service,
-            "holder": holder,
-            "lease": lease,
-        },
-    ).fetchall()
-    ids = {each.id.key: each.id for each in deliveries}
-    return {
-        row.key: Claimed(
-            ids[row.key],
-            row.fence,
-            row.token,
-            row.attempts,
-            row.generation,
-            0.0,
-            {},
-            fingerprint=row.fingerprint,
-            has_hint=False,
-            asked_at=asked_at,
-        )
-        for row in rows
-    }
 
 
 def completed(connection: Connection, deliveries: Sequence[Delivery], *, service: str) -> dict[str, Completed]:

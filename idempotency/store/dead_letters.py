@@ -1,36 +1,28 @@
 """Dead letters, which wait for a person: listing, reporting and replaying them.
 
-How they are stored is in `letters.py`. A replay keeps the key: one transaction marks the letter, opens a new generation
+How they are stored is in `letters.py`, and what a replay sends in `letter_messages.py`. A replay keeps the key: one transaction marks the letter, opens a new generation
 of the record and writes the outbox row.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from sqlalchemy import Connection, Row
 
-from ..errors import BulkRefused, CallRefused, OperationNotFound, ReplayRefused
-from ..reasons import BEYOND_LIMIT, FINGERPRINT_MISMATCH, SERVICE_MISMATCH, UNHANDLED, UNPUBLISHABLE
-from ..wire import keys
-from ..wire.delivery import NamesItsOperation
+from ..errors import BulkRefused, OperationNotFound, ReplayRefused
+from ..reasons import SERVICE_MISMATCH, UNHANDLED, UNPUBLISHABLE
 from ..wire.keys import OperationId
-from ..wire.limits import beyond_limits
-from ..wire.message import Message
+from . import letter_messages
+from .letter_messages import NEVER
 from .outbox import EXTERNAL, refresh_lanes
 
 if TYPE_CHECKING:
     from celery import Celery
 
 NOT_AN_END = (UNPUBLISHABLE, UNHANDLED)  # the operation has not ended: it only needs a delivery
-# Why a letter can never be replayed: its key is that of another operation.
-_OF_ANOTHER = {
-    FINGERPRINT_MISMATCH: "its key was used with other arguments, so it can never run; discard it",
-    SERVICE_MISMATCH: "its key is used by another application, so it can never run; discard it",
-}
 # The most letters that one command may replay or discard, since a wrong filter might match millions.
 BULK_LIMIT = 10_000
 
@@ -268,13 +260,9 @@ def replay(
         newer = open_letter(connection, OperationId(letter_now.tenant, letter_now.task, letter_now.key))
         other = "" if newer is None else f"; dead letter {newer} of this operation is open"
         raise ReplayRefused(f"dead letter {letter}: already {letter_now.status}{other}")
-    if row.reason == BEYOND_LIMIT:
-        raise ReplayRefused(f"dead letter {letter}: beyond a limit, so only its beginning is kept; discard it")
     fields = row._asdict() | {"service": row.consumer_service or service, "external": EXTERNAL, "letter": letter}
-    named = OperationId(row.tenant, row.task, row.key), row.fingerprint
-    id, fingerprint = _operation_of(app, letter, row) if row.fingerprint is None else named
+    id, fingerprint, payload = letter_messages.sent_for(app, letter, row)
     fields |= {"tenant": id.tenant, "task": id.task, "key": id.key, "fingerprint": fingerprint}
-    payload = _message_for(id, letter, row.payload) if row.payload else None
     reopened = connection.exec_driver_sql(_REOPEN, fields).one_or_none()
     opened = None if reopened is None else reopened.generation
     fields["payload"] = payload or ("" if reopened is None else reopened.message)
@@ -285,7 +273,7 @@ def replay(
     if opened is None:
         record = connection.exec_driver_sql(_STATUS, fields).one_or_none()
         if record is not None:
-            if (why := _OF_ANOTHER.get(SERVICE_MISMATCH if record.of_another else row.reason)) is not None:
+            if (why := NEVER.get(SERVICE_MISMATCH if record.of_another else row.reason)) is not None:
                 raise ReplayRefused(f"dead letter {letter}: {why}")
             # The operation may be released, waiting for exactly this message.
             if record.status != "released" or not _is_wanted(connection, row, fields):
@@ -299,52 +287,9 @@ def replay(
     return id
 
 
-def stored_message(letter: int, payload: str | None) -> Message:
-    """The message of a dead letter. Raises `ReplayRefused` for what is none, and for headers beyond a limit."""
-    try:
-        message = Message.from_text(payload or "")
-    except ValueError as error:
-        raise ReplayRefused(f"dead letter {letter}: what is stored is not a message: {error}; discard it") from None
-    if (beyond := beyond_limits(message.headers, None, body_limit=0)) is not None:
-        raise ReplayRefused(f"dead letter {letter}: {beyond}; discard it")
-    return message
-
-
-def _message_for(id: OperationId, letter: int, payload: str | None) -> str:
-    """The message of a letter, as it is sent for its operation. Raises `ReplayRefused` for a message of another task."""
-    message = stored_message(letter, payload)
-    task = message.headers.get("task")
-    if task not in (None, id.task):
-        raise ReplayRefused(f"dead letter {letter}: its message is for another task than its operation; discard it")
-    return (message if task is None else message.naming(id)).to_text()  # without a task: an event for others
-
-
 def _is_wanted(connection: Connection, row: Row[Any], fields: dict[str, Any]) -> bool:
     """Whether nothing but this message will deliver a released operation."""
     if row.reason in NOT_AN_END:
         return True
     # without a generation: the letter was stored without changing its operation
     return row.generation is None and not connection.exec_driver_sql(_WILL_BE_DELIVERED, fields).scalar_one()
-
-
-def _operation_of(app: Celery | None, letter: int, row: Row[Any]) -> tuple[OperationId, str]:
-    """The operation and fingerprint of a stored message, according to the task's current code."""
-    message = stored_message(letter, row.payload)
-    name = message.headers.get("task")
-    task = None if app is None or not isinstance(name, str) else app.tasks.get(name)
-    if task is None:
-        raise ReplayRefused(f"dead letter {letter}: {row.reason}, and no task of this application can run it")
-    if not isinstance(task, NamesItsOperation):
-        raise ReplayRefused(f"dead letter {letter}: {task.name} is not an idempotent task; it could run twice")
-    try:
-        args, kwargs, _ = json.loads(message.body)
-        named = task.named_by(args, kwargs, message.headers)
-        fingerprint = keys.fingerprint(named.arguments)
-    except Exception as error:  # including errors of the application's key function
-        why = str(error) if isinstance(error, CallRefused) else f"not a task message ({type(error).__name__})"
-        raise ReplayRefused(f"dead letter {letter}: {row.reason}, {why}") from None
-    if any(said not in (None, known) for said, known in ((row.tenant, named.id.tenant), (row.key, named.id.key))):
-        raise ReplayRefused(
-            f"dead letter {letter}: its message is for another operation than the letter shows; discard it"
-        )
-    return named.id, fingerprint

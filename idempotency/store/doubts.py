@@ -11,6 +11,8 @@ from typing import Any
 
 from sqlalchemy import Connection, Row
 
+from .visible import parameters
+
 # The most released operations that are looked at for one that still tries, as many whose holder is gone, and as many sagas that
 # have stopped.
 BOUND = 20_000
@@ -78,34 +80,30 @@ SELECT EXISTS (SELECT FROM idempotency.records WHERE available_at IS NOT NULL OR
 """
 
 
-def _parameters(service: str, tenants: Sequence[str] | None, **more: Any) -> dict[str, Any]:
-    return {"service": service, "tenants": None if tenants is None else list(tenants), **more}
-
-
 def open_effects(
     connection: Connection, service: str, tenants: Sequence[str] | None, *, before: int | None, limit: int
 ) -> tuple[Sequence[Row[Any]], int | None]:
     """Calls in doubt of operations that have ended, and the letter before which the next page begins; None: there is none."""
-    parameters = _parameters(service, tenants, before=before, window=WINDOW, limit=limit)
-    rows = connection.exec_driver_sql(_OPEN, parameters).all()
+    fields = parameters(service, tenants, before=before, window=WINDOW, limit=limit)
+    rows = connection.exec_driver_sql(_OPEN, fields).all()
     if len(rows) == limit:  # the last operation may have more calls: the next page begins with it
         last = rows[-1].letter
         return rows, last + 1 if last != rows[0].letter else last
-    return rows, connection.exec_driver_sql(_LAST, parameters).scalar_one_or_none()
+    return rows, connection.exec_driver_sql(_LAST, fields).scalar_one_or_none()
 
 
 def open_effects_of_sagas(
     connection: Connection, service: str, tenants: Sequence[str] | None, *, limit: int
 ) -> Sequence[Row[Any]]:
     """Calls in doubt for which sagas have stopped: few, because each has stopped with its letter."""
-    return connection.exec_driver_sql(_OF_SAGAS, _parameters(service, tenants, bound=BOUND, limit=limit)).all()
+    return connection.exec_driver_sql(_OF_SAGAS, parameters(service, tenants, bound=BOUND, limit=limit)).all()
 
 
 def still_tried(
     connection: Connection, service: str, tenants: Sequence[str] | None, *, limit: int
 ) -> Sequence[Row[Any]]:
     """Calls in doubt of operations that have not ended: their next attempt asks the provider, or calls under the same key."""
-    return connection.exec_driver_sql(_STILL_TRIES, _parameters(service, tenants, bound=BOUND, limit=limit)).all()
+    return connection.exec_driver_sql(_STILL_TRIES, parameters(service, tenants, bound=BOUND, limit=limit)).all()
 
 
 def are_more(connection: Connection) -> bool:

@@ -13,13 +13,13 @@ from typing import Any
 from sqlalchemy import Connection, Row
 
 from .overview import QUEUES
+from .visible import VISIBLE, parameters
 
 # The most rows that one count reads over all queues: a page is to answer in a fraction of a second.
 BOUND = 10_000
 # Seconds of what has ended.
 SINCE = 3600.0
 
-_MINE = "(o.service = %(service)s) IS NOT FALSE AND (%(tenants)s::text[] IS NULL OR o.tenant = ANY(%(tenants)s))"
 _PART = "%(bound)s / (SELECT count(queue) FROM queues)"
 # Since when a row has been due: as long as it was never tried, not before it was to be sent.
 _DUE_AT = "CASE WHEN o.attempts = 0 AND o.resends = 0 THEN o.available_at ELSE o.created_at END"
@@ -34,7 +34,7 @@ SELECT q.queue, counted.* FROM queues q CROSS JOIN LATERAL (
            extract(epoch FROM clock_timestamp() - min(w.since) FILTER (WHERE w.stage = 'published'))::float8 AS oldest_published,
            count(*) >= {_PART} AS stopped
     FROM (
-        SELECT CASE WHEN NOT ({_MINE}) THEN NULL  -- it counts for the limit alone
+        SELECT CASE WHEN NOT ({VISIBLE}) THEN NULL  -- it counts for the limit alone
                     WHEN o.status = 'failed' THEN 'stuck'
                     WHEN o.status = 'published' AND coalesce(begun.status = 'released', true) THEN 'published'
                     WHEN o.status = 'published' THEN 'begun'
@@ -45,15 +45,15 @@ SELECT q.queue, counted.* FROM queues q CROSS JOIN LATERAL (
             FROM idempotency.outbox o WHERE o.settled_at IS NULL AND o.queue = q.queue ORDER BY o.id LIMIT {_PART}) o
         LEFT JOIN LATERAL (
             SELECT r.status FROM idempotency.records r
-            WHERE (r.tenant, r.task, r.key) = (o.tenant, o.task, o.key) AND o.status = 'published' AND {_MINE} LIMIT 1) begun ON true
+            WHERE (r.tenant, r.task, r.key) = (o.tenant, o.task, o.key) AND o.status = 'published' AND {VISIBLE} LIMIT 1) begun ON true
     ) w
 ) counted WHERE q.queue IS NOT NULL
 """
 
 _RUNNING = f"""
-SELECT queue, count(*) FILTER (WHERE {_MINE}) AS running,
-       count(*) FILTER (WHERE {_MINE} AND locked_until < clock_timestamp()) AS lease_over,
-       extract(epoch FROM clock_timestamp() - min(opened_at) FILTER (WHERE {_MINE}))::float8 AS oldest_running,
+SELECT queue, count(*) FILTER (WHERE {VISIBLE}) AS running,
+       count(*) FILTER (WHERE {VISIBLE} AND locked_until < clock_timestamp()) AS lease_over,
+       extract(epoch FROM clock_timestamp() - min(opened_at) FILTER (WHERE {VISIBLE}))::float8 AS oldest_running,
        sum(count(*)) OVER () >= %(bound)s AS stopped
 FROM (SELECT o.queue, o.locked_until, o.opened_at, o.service, o.tenant FROM idempotency.records o
       WHERE o.locked_until IS NOT NULL ORDER BY o.locked_until LIMIT %(bound)s) o
@@ -63,8 +63,8 @@ GROUP BY queue
 _RELEASED = f"""
 {QUEUES.format(table="records", condition="o.available_at IS NOT NULL")}
 SELECT q.queue, counted.* FROM queues q CROSS JOIN LATERAL (
-    SELECT count(*) FILTER (WHERE {_MINE}) AS released,
-           extract(epoch FROM clock_timestamp() - min(o.opened_at) FILTER (WHERE {_MINE}))::float8 AS oldest_released,
+    SELECT count(*) FILTER (WHERE {VISIBLE}) AS released,
+           extract(epoch FROM clock_timestamp() - min(o.opened_at) FILTER (WHERE {VISIBLE}))::float8 AS oldest_released,
            count(*) >= {_PART} AS stopped
     FROM (SELECT o.opened_at, o.service, o.tenant FROM idempotency.records o
           WHERE o.available_at IS NOT NULL AND o.queue = q.queue ORDER BY o.available_at LIMIT {_PART}) o
@@ -72,9 +72,9 @@ SELECT q.queue, counted.* FROM queues q CROSS JOIN LATERAL (
 """
 
 _ENDED = f"""
-SELECT queue, count(*) FILTER (WHERE {_MINE} AND status = 'completed') AS completed,
-       count(*) FILTER (WHERE {_MINE} AND status = 'failed') AS failed,
-       extract(epoch FROM clock_timestamp() - max(completed_at) FILTER (WHERE {_MINE}))::float8 AS last_ended,
+SELECT queue, count(*) FILTER (WHERE {VISIBLE} AND status = 'completed') AS completed,
+       count(*) FILTER (WHERE {VISIBLE} AND status = 'failed') AS failed,
+       extract(epoch FROM clock_timestamp() - max(completed_at) FILTER (WHERE {VISIBLE}))::float8 AS last_ended,
        sum(count(*)) OVER () >= %(bound)s AS stopped
 FROM (SELECT o.queue, o.status, o.completed_at, o.service, o.tenant FROM idempotency.records o
       WHERE o.completed_at > clock_timestamp() - make_interval(secs => %(since)s)
@@ -153,14 +153,9 @@ def processes(connection: Connection, service: str) -> Sequence[Row[Any]]:
 def flow(connection: Connection, service: str, tenants: Sequence[str] | None = None) -> Flow:
     """Count what is where, of all tenants or of these."""
     found = Flow()
-    parameters = {
-        "service": service,
-        "tenants": None if tenants is None else list(tenants),
-        "bound": BOUND,
-        "since": SINCE,
-    }
+    fields = parameters(service, tenants, bound=BOUND, since=SINCE)
     for kind, statement in KINDS.items():
-        found.take(kind, connection.exec_driver_sql(statement, parameters))
+        found.take(kind, connection.exec_driver_sql(statement, fields))
     for stages in found.queues.values():
         stages.stopped |= found.stopped
     return found

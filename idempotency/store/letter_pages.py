@@ -11,6 +11,8 @@ from typing import Any
 
 from sqlalchemy import Connection, Row
 
+from .visible import parameters
+
 # The most open letters that are counted: about a tenth of a second.
 BOUND = 200_000
 # In the place of a version of code: letters that have none.
@@ -102,32 +104,28 @@ class Letters:
         return "".join(f" AND {_CONDITIONS[name]}" for name, value in asdict(self).items() if value is not None)
 
 
-def _parameters(service: str, tenants: Sequence[str] | None, **more: Any) -> dict[str, Any]:
-    return {"service": service, "tenants": None if tenants is None else list(tenants), **more}
-
-
 def page(
     connection: Connection, service: str, tenants: Sequence[str] | None, only: Letters, *, limit: int
 ) -> Sequence[Row[Any]]:
     """One page of letters of these tenants, newest first; the next one has `before=` the last id."""
-    parameters = _parameters(service, tenants, limit=limit, **asdict(only))
-    return connection.exec_driver_sql(_PAGE.format(conditions=only.conditions()), parameters).all()
+    fields = parameters(service, tenants, limit=limit, **asdict(only))
+    return connection.exec_driver_sql(_PAGE.format(conditions=only.conditions()), fields).all()
 
 
 def ids(connection: Connection, service: str, tenants: Sequence[str] | None, only: Letters, *, limit: int) -> list[int]:
     """The ids of the oldest letters that match."""
-    parameters = _parameters(service, tenants, limit=limit, **asdict(only))
-    return list(connection.exec_driver_sql(_IDS.format(conditions=only.conditions()), parameters).scalars())
+    fields = parameters(service, tenants, limit=limit, **asdict(only))
+    return list(connection.exec_driver_sql(_IDS.format(conditions=only.conditions()), fields).scalars())
 
 
 def groups(connection: Connection, service: str, tenants: Sequence[str] | None, *, limit: int) -> Sequence[Row[Any]]:
     """Open letters counted by reason, task and version of code, with those of the last hour and of the hour before."""
-    return connection.exec_driver_sql(_GROUPS, _parameters(service, tenants, limit=limit, bound=BOUND)).all()
+    return connection.exec_driver_sql(_GROUPS, parameters(service, tenants, limit=limit, bound=BOUND)).all()
 
 
 def show(connection: Connection, service: str, tenants: Sequence[str] | None, letter: int) -> Row[Any] | None:
     """One whole letter; None: there is none, or it is another application's or another tenant's."""
-    return connection.exec_driver_sql(_SHOWN, _parameters(service, tenants, id=letter)).one_or_none()
+    return connection.exec_driver_sql(_SHOWN, parameters(service, tenants, id=letter)).one_or_none()
 
 
 def followed(connection: Connection, letters: Sequence[int], requests: str) -> Sequence[Row[Any]]:

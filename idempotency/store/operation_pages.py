@@ -11,12 +11,13 @@ from typing import Any
 
 from sqlalchemy import Connection, Row
 
+from .visible import VISIBLE, parameters
+
 # The most rows that one page looks through.
 WINDOW = 5_000
 # The most pairs of a tenant and a task that are asked for a key.
 KINDS = 2_000
 
-_MINE = "(o.service = %(service)s) IS NOT FALSE AND (%(tenants)s::text[] IS NULL OR o.tenant = ANY(%(tenants)s))"
 _FILTER = "(%(task)s::text IS NULL OR o.task = %(task)s) AND (%(tenant)s::text IS NULL OR o.tenant = %(tenant)s)"
 _COLUMNS = "tenant, task, key, status, queue, attempts, error_code, created_at, service"
 
@@ -43,7 +44,7 @@ _WINDOWS = {
 }
 
 _PAGE = f"""
-SELECT o.*, count(*) OVER () AS looked_at, {_MINE} AND {_FILTER} AND (%(status)s::text IS NULL OR o.status = %(status)s) AS fits
+SELECT o.*, count(*) OVER () AS looked_at, {VISIBLE} AND {_FILTER} AND (%(status)s::text IS NULL OR o.status = %(status)s) AS fits
 FROM (SELECT {_COLUMNS}, {{at}} AS at FROM idempotency.records WHERE {{condition}} ORDER BY {{order}} LIMIT %(window)s) o
 """
 _FITTING = """
@@ -59,7 +60,7 @@ SELECT o.id, o.tenant, o.task, o.key, o.status, o.queue, o.attempts, o.origin, o
 FROM (SELECT * FROM idempotency.outbox o WHERE o.settled_at IS NULL
         AND (%(after)s::bigint IS NULL OR (o.queue, o.id) > (%(after_queue)s, %(after)s))
       ORDER BY o.queue, o.id LIMIT %(window)s) o
-WHERE {_MINE} AND {_FILTER}
+WHERE {VISIBLE} AND {_FILTER}
   AND NOT EXISTS (SELECT FROM idempotency.records r WHERE (r.tenant, r.task, r.key) = (o.tenant, o.task, o.key))
 ORDER BY o.queue, o.id LIMIT %(limit)s
 """
@@ -73,7 +74,7 @@ ORDER BY o.queue, o.id OFFSET %(window)s - 1 LIMIT 1
 # A key alone begins no index: the pairs of tenant and task are found by skipping through one, and each is asked.
 _KINDS = """
 WITH RECURSIVE kinds(tenant, task) AS (
-    (SELECT k.tenant, k.task FROM idempotency.{table} k WHERE k.task IS NOT NULL AND k.tenant IS NOT NULL {first}
+    (SELECT k.tenant, k.task FROM idempotency.{table} k WHERE k.task IS NOT NULL AND k.tenant IS NOT NULL
      ORDER BY k.tenant, k.task LIMIT 1)
     UNION ALL
     SELECT next.tenant, next.task FROM kinds CROSS JOIN LATERAL (
@@ -112,10 +113,6 @@ ORDER BY n.tenant LIMIT %(limit)s
 """
 
 
-def _parameters(service: str, tenants: Sequence[str] | None, **more: Any) -> dict[str, Any]:
-    return {"service": service, "tenants": None if tenants is None else list(tenants), **more}
-
-
 def page(
     connection: Connection,
     service: str,
@@ -135,7 +132,7 @@ def page(
     at, condition, order = _WINDOWS[stage]
     queue, when, *key = after or (None,) * 5
     names = dict(zip(("after_tenant", "after_task", "after_key"), key, strict=True))
-    parameters = _parameters(
+    fields = parameters(
         service,
         tenants,
         task=task,
@@ -147,11 +144,11 @@ def page(
         window=WINDOW,
     )
     statement = _PAGE.format(at=at, condition=condition, order=order)
-    rows = connection.exec_driver_sql(_FITTING.format(page=statement), parameters | names).all()
+    rows = connection.exec_driver_sql(_FITTING.format(page=statement), fields | names).all()
     if len(rows) == limit:
         return rows, rows[-1]
     last = _LAST_SEEN.format(columns=_COLUMNS, at=at, condition=condition, order=order)
-    return rows, connection.exec_driver_sql(last, parameters | names).one_or_none()
+    return rows, connection.exec_driver_sql(last, fields | names).one_or_none()
 
 
 def accepted(
@@ -169,13 +166,13 @@ def accepted(
     `after`: queue and id of that row of the page before.
     """
     queue, id = after or (None, None)
-    parameters = _parameters(
+    fields = parameters(
         service, tenants, task=task, tenant=tenant, after_queue=queue, after=id, window=WINDOW, limit=limit
     )
-    rows = connection.exec_driver_sql(_ACCEPTED, parameters).all()
+    rows = connection.exec_driver_sql(_ACCEPTED, fields).all()
     if len(rows) == limit:
         return rows, rows[-1]
-    return rows, connection.exec_driver_sql(_LAST_ACCEPTED, parameters).one_or_none()
+    return rows, connection.exec_driver_sql(_LAST_ACCEPTED, fields).one_or_none()
 
 
 def with_key(
@@ -188,9 +185,9 @@ def with_key(
     found: set[tuple[str, str, str]] = set()
     are_all = True
     for table, column in (("records", "service"), ("outbox", "service"), ("dead_letters", "consumer_service")):
-        statement = _KINDS.format(table=table, mine=_OWN.format(service=column), first="")
-        parameters = _parameters(service, tenants, key=key, kinds=KINDS)
-        for row in connection.exec_driver_sql(statement, parameters):
+        statement = _KINDS.format(table=table, mine=_OWN.format(service=column))
+        fields = parameters(service, tenants, key=key, kinds=KINDS)
+        for row in connection.exec_driver_sql(statement, fields):
             are_all &= not row.stopped
             if row.key is not None:
                 found.add((row.tenant, row.task, row.key))
@@ -199,13 +196,13 @@ def with_key(
 
 def is_own(connection: Connection, service: str, tenant: str, task: str, key: str) -> bool:
     """Whether an operation is known, and none but this application's."""
-    parameters = {"service": service, "tenant": tenant, "task": task, "key": key}
-    return bool(connection.exec_driver_sql(_IS_MINE, parameters).scalar_one())
+    fields = {"service": service, "tenant": tenant, "task": task, "key": key}
+    return bool(connection.exec_driver_sql(_IS_MINE, fields).scalar_one())
 
 
 def names_of_tenants(
     connection: Connection, service: str, tenants: Sequence[str] | None, *, after: str | None, limit: int
 ) -> list[str]:
     """The tenants that have operations of this application, by name. `after`: the last one before."""
-    parameters = _parameters(service, tenants, after=after, limit=limit, window=WINDOW)
-    return list(connection.exec_driver_sql(_TENANTS, parameters).scalars())
+    fields = parameters(service, tenants, after=after, limit=limit, window=WINDOW)
+    return list(connection.exec_driver_sql(_TENANTS, fields).scalars())

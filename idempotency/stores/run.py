@@ -75,9 +75,8 @@ class StoreAttempt:
             case Finished():
                 done = store.complete(claim, self._text, retention=self.policy.retention_completed)
             case Fail(failure=failure):
-                text = error_text(
-                    failure.code, str(failure)[:ERROR_LIMIT]
-                )  # an item has an end, and a refused write would wait
+                # an item has an end, and a refused write would wait
+                text = error_text(failure.code, str(failure)[:ERROR_LIMIT])
                 done = store.fail(claim, text, retention=self.policy.retention_failed)
             case Release(delay=delay, give_back=give_back):
                 done = store.release(claim, delay=delay, keep=keep, give_back=give_back)

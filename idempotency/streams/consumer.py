@@ -202,7 +202,10 @@ class Consumer:
             return
         self._reopened.tenants.add(prepared.delivery.id.tenant)
         try:
-            if (left := partition.due_at - time.monotonic()) > 0 and isinstance(self._peek(prepared), Busy):
+            # a claim that is too early would be counted as a duplicate, each time
+            if (left := partition.due_at - time.monotonic()) > 0 and isinstance(
+                peek(self._runtime, prepared.delivery), Busy
+            ):
                 partition.wait(min(left, STOPPED_PAUSE))
                 return
             with handled(self._runtime, self.stream, [prepared.message]):
@@ -215,10 +218,6 @@ class Consumer:
             partition.wait(BUSY_PAUSE)
             return
         self._answer(partition, prepared, outcome)
-
-    def _peek(self, prepared: Prepared) -> object:
-        """What a claim would find. One that is too early would be counted as a duplicate, each time."""
-        return peek(self._runtime, prepared.delivery)
 
     def _answer(self, partition: Partition, prepared: Prepared, outcome: Outcome) -> None:
         """What becomes of the position after one message."""

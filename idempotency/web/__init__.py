@@ -1,1 +1,1 @@
-"""One screen for whoever is on call: `idempotency web`. Reads `store/`, changes through `operate/`, as the command line does."""
+"""One screen for the person on call: `idempotency web`. Reads `store/`, changes through `operate/`, as the command line does."""

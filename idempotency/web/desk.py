@@ -147,7 +147,7 @@ def form_of(request: Request) -> dict[str, str]:
     return form
 
 
-def change_of(request: Request, *, suffix: str = "") -> Change:
+def change_of(request: Request) -> Change:
     """The change that a form asks for, by its visitor; sent twice, it is made once. Raises `ChangeRefused` without a reason."""
     visitor, form = visitor_of(request), form_of(request)
     person = visitor.person
@@ -155,7 +155,7 @@ def change_of(request: Request, *, suffix: str = "") -> Change:
     return Change(
         person.name,
         form.get("reason", ""),
-        f"web:{id[:64]}{suffix}",
+        f"web:{id[:64]}",
         is_verified=visitor.is_verified,
         check_person=person.check,
     )

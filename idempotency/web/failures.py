@@ -10,7 +10,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from ..store import alarms, letter_pages
-from ..store.letter_pages import NO_VERSION, Letters
+from ..store.letter_pages import Letters
 from ..upkeep.notices import at_stake
 from . import runbooks
 from .desk import Desk, desk_of, visitor_of
@@ -46,8 +46,7 @@ def _stake(desk: Desk, connection: Connection, tenants: tuple[str, ...] | None, 
     """What the newest letters of a group are about, added up by currency."""
     if getattr(desk.celery.tasks.get(row.task), "amount", None) is None:
         return []
-    version = row.code_version if row.code_version != NO_VERSION else NO_VERSION
-    only = Letters(reason=row.reason, task=row.task, code_version=version)
+    only = Letters(reason=row.reason, task=row.task, code_version=row.code_version)
 
     def add_up() -> list[str]:
         newest = letter_pages.page(connection, desk.service, tenants, only, limit=COUNTED)

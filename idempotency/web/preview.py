@@ -9,18 +9,13 @@ from typing import Any
 from sqlalchemy import Connection
 
 from ..attempt.effects import provider_key
-from ..reasons import BEYOND_LIMIT, FINGERPRINT_MISMATCH, SERVICE_MISMATCH
-from ..store import dead_letters, letter_operations, operations, webhooks
+from ..errors import ReplayRefused
+from ..store import dead_letters, letter_messages, letter_operations, operations, webhooks
+from ..store.letter_messages import NEVER
+from ..streams.declaring import stream_of
 from ..wire.keys import HTTP_TASK, OperationId
 from .desk import Desk
 from .shown import error_of
-
-# Letters that can never be replayed, and why.
-NEVER = {
-    BEYOND_LIMIT: "it is beyond a limit, and only its beginning is kept",
-    FINGERPRINT_MISMATCH: "its key was used with other arguments",
-    SERVICE_MISMATCH: "its key is another application's",
-}
 
 
 @dataclass(slots=True)
@@ -45,7 +40,7 @@ def preview(desk: Desk, connection: Connection, letter: Any, operation: Mapping[
         found.refused = f"it is {letter.status}"
         return found
     record = None if operation is None else operation["record"]
-    found.refused = NEVER.get(letter.reason) or _refused(letter, record)
+    found.refused = _unreadable(desk, letter) or NEVER.get(letter.reason) or _refused(letter, record)
     found.runs, found.last = _runs(desk, letter, record), _last(letter, record)
     if operation is not None:
         id = OperationId(operation["tenant"], operation["task"], operation["key"])
@@ -57,6 +52,15 @@ def preview(desk: Desk, connection: Connection, letter: Any, operation: Mapping[
         found.undos.append(f"{row.task} (dead letter {undo})")
         found.calls += [call | {"name": f"{row.task}: {call['name']}"} for call in _calls(undone)]
     return found
+
+
+def _unreadable(desk: Desk, letter: Any) -> str | None:
+    """Why its message cannot be sent, as the replay itself would say."""
+    try:
+        letter_messages.sent_for(desk.celery, letter.id, letter)
+    except ReplayRefused as refusal:
+        return str(refusal).partition(": ")[2]
+    return None
 
 
 def _refused(letter: Any, record: Mapping[str, Any] | None) -> str | None:
@@ -80,6 +84,8 @@ def _calls(operation: Mapping[str, Any]) -> list[dict[str, str]]:
 
 def _runs(desk: Desk, letter: Any, record: Mapping[str, Any] | None) -> str:
     name = letter.task or letter.header_task
+    if name is not None and stream_of(name) is not None:
+        return "A process of its stream runs it, beside the order of its partition."
     if name not in desk.celery.tasks:
         return f"The application has no task {name!r} now: it would be refused, or end again."
     if record is None:

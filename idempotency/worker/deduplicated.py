@@ -330,11 +330,8 @@ class DeduplicatedTask(Without, RetriedTask[P, R_co], Generic[P, R_co]):
         """Seconds that a claim may watch a holder, before a time limit of either kind ends this delivery."""
         if self.request.is_eager:
             return math.inf
-        conf, (hard, soft) = self.app.conf, self.request.timelimit or (None, None)
-        limits = (
-            hard or self.time_limit or conf.task_time_limit,
-            soft or self.soft_time_limit or conf.task_soft_time_limit,
-        )
+        _, soft = self.request.timelimit or (None, None)
+        limits = self._time_limit(), soft or self.soft_time_limit or self.app.conf.task_soft_time_limit
         return min((SHARE_OF_TIME_LIMIT * limit for limit in limits if limit), default=math.inf)
 
     def _time_limit(self) -> float | None:

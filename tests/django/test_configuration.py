@@ -83,6 +83,13 @@ def test_the_database_is_named_by_its_host(app: Celery, default: Any, host: str,
     assert named == f"{place}/shop"
 
 
+def test_hosts_without_a_port_each_are_refused(app: Celery, default: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(default.settings_dict, "HOST", "one,two,three")
+    monkeypatch.setitem(default.settings_dict, "PORT", "6432,6433")
+    with pytest.raises(SettingsError, match="HOST has 3 hosts and PORT has 2 ports"):
+        settings_of(app)
+
+
 def test_another_alias_is_named_by_a_setting(
     app: Celery, database: str, monkeypatch: pytest.MonkeyPatch, default: Any
 ) -> None:

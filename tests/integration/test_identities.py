@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Thread
@@ -19,7 +19,7 @@ from jwt.algorithms import ECAlgorithm, RSAAlgorithm
 from sqlalchemy import Connection, text
 
 from idempotency import identities
-from idempotency.application import close_runtime, runtime_of
+from idempotency.application import runtime_of
 from idempotency.checks.people import check_people
 from idempotency.errors import DiscardRefused, NotAllowed, NotAuthenticated, SettingsError
 from idempotency.operate import discard
@@ -58,24 +58,6 @@ def run(bank: Celery, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
         return command(*arguments)
 
     return with_token
-
-
-@pytest.fixture
-def configure(bank: Celery) -> Iterator[Callable[..., None]]:
-    """Sets the application's settings until the end of the test."""
-    changed: set[str] = set()
-
-    def change(**settings: object) -> None:
-        for name, value in settings.items():
-            bank.conf[f"idempotency_{name}"] = value
-            changed.add(f"idempotency_{name}")
-        close_runtime(bank)
-
-    yield change
-    for name in changed:
-        bank.conf.pop(name, None)
-        bank.conf.changes.pop(name, None)
-    close_runtime(bank)
 
 
 @pytest.fixture

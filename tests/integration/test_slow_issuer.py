@@ -1,5 +1,4 @@
 """An issuer of identities that is slow (OIDC) holds no connection of Postgres."""
-# ruff: noqa: F811
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from jwt.algorithms import ECAlgorithm
 from idempotency.application import runtime_of
 from idempotency.errors import NotAuthenticated
 from idempotency.operate.people import authenticate
-from tests.integration.test_identities import AUDIENCE, ISSUER, configure  # noqa: F401
+from tests.integration.test_identities import AUDIENCE, ISSUER
 
 KEY = ec.generate_private_key(ec.SECP256R1())
 

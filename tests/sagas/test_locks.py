@@ -19,7 +19,7 @@ from idempotency.operate.erase import erase
 from idempotency.operate.people import Person
 from idempotency.operate.replay import replay
 from idempotency.sagas import saga
-from idempotency.store import dead_letters, discards, ends, erasure, letters, sagas
+from idempotency.store import discards, ends, erasure, letter_messages, letters, sagas
 from idempotency.upkeep import maintenance
 from tests.sagas.application import enter
 from tests.sagas.conftest import Stage
@@ -190,13 +190,13 @@ def test_the_replay_of_a_letter_whose_task_is_in_its_header_alone_and_an_erasure
                     SELECT 'broker', tenant, key, task, consumer_service, 'invalid_header', 'x', 'x', 0, headers, payload, queue, 'd'
                     FROM idempotency.dead_letters WHERE task = 'charging' RETURNING id""")
         ).scalar_one()
-    real = dead_letters._operation_of
+    real = letter_messages.sent_for
 
     def slowly(*args: Any) -> Any:
         time.sleep(0.6)
         return real(*args)
 
-    monkeypatch.setattr(dead_letters, "_operation_of", slowly)
+    monkeypatch.setattr(letter_messages, "sent_for", slowly)
     errors = both(
         lambda: replay(stage.app, copy, ANN),
         lambda: erase(stage.app, id_of(charging, "k"), ANN),

@@ -43,6 +43,15 @@ def test_a_sound_stream_has_nothing_to_refuse(streaming: Streaming) -> None:
 
 
 @pytest.mark.usefixtures("none_declared")
+def test_of_several_brokers_one_that_answers_is_enough(rabbit: Streaming) -> None:
+    """By itself, kombu tries two of them."""
+    source = rabbit.broker.source()
+    gone = [f"amqp://127.0.0.1:{port}" for port in (1, 2, 3)]
+    rabbit.environment["BROKER_URL"] = ";".join([*gone, rabbit.environment["BROKER_URL"]])
+    assert refusals(findings(rabbit, source)) == []
+
+
+@pytest.mark.usefixtures("none_declared")
 def test_what_the_broker_does_not_have_is_named(streaming: Streaming) -> None:
     of_kafka = "topics" in dir(streaming.broker.source())
     source = kafka("elsewhere") if of_kafka else rabbitmq_stream("elsewhere", partitions=2)

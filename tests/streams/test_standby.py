@@ -13,25 +13,24 @@ from idempotency.attempt.runtime import Runtime
 from idempotency.errors import SettingsError
 from idempotency.settings import Settings
 from idempotency.streams.standby import Standbys
-from services import Postgres
+from services.cluster_postgres import PostgresNode
 from services.postgres import _plain, create_database
 from tests.streams.conftest import Make
 from tests.support import bank
 from tests.support.processes import eventually
-from tests.support.standby import Standby
 from tests.support.streaming import Streaming
 
 
 @pytest.fixture(scope="module")
-def primary(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Postgres]:
-    server = Postgres(tmp_path_factory.mktemp("primary") / "own")
+def primary(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PostgresNode]:
+    server = PostgresNode(tmp_path_factory.mktemp("primary") / "own")
     server.start()
     yield server
     server.discard()
 
 
 @pytest.fixture
-def replicated(primary: Postgres, make_streaming: Make) -> Iterator[Streaming]:
+def replicated(primary: PostgresNode, make_streaming: Make) -> Iterator[Streaming]:
     """A stream whose Postgres may have a standby, and has none yet."""
     url = create_database(primary.url, f"d{time.monotonic_ns()}")
     bank.prepare(url)
@@ -44,7 +43,7 @@ def replicated(primary: Postgres, make_streaming: Make) -> Iterator[Streaming]:
     streaming.engine.dispose()
 
 
-def check_that_a_login_without_the_right_is_told_so(primary: Postgres, replicated: Streaming) -> None:
+def check_that_a_login_without_the_right_is_told_so(primary: PostgresNode, replicated: Streaming) -> None:
     with psycopg.connect(_plain(primary.superuser_url())) as connection:
         connection.execute("CREATE ROLE plain LOGIN PASSWORD 'plain'")
     url = make_url(replicated.environment["DATABASE_URL"]).set(username="plain", password="plain")
@@ -68,9 +67,12 @@ def test_a_stream_waits_until_there_is_a_standby(rabbit: Streaming) -> None:
 
 @pytest.mark.long
 def test_a_stream_waits_for_its_standby_and_goes_on(
-    primary: Postgres, replicated: Streaming, tmp_path_factory: pytest.TempPathFactory
+    primary: PostgresNode, replicated: Streaming, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    follower = Standby(tmp_path_factory.mktemp("standby") / "own", primary)
+    place = tmp_path_factory.mktemp("standby") / "own"
+    PostgresNode.share_password(place, primary.password)
+    follower = PostgresNode(place)
+    follower.copy_of(primary)
     accounts = replicated.broker.publish_many(5)
     process = replicated.start(batch=2)
     eventually(lambda: "no standby is connected" in process.log, what=process.log)
@@ -80,7 +82,10 @@ def test_a_stream_waits_for_its_standby_and_goes_on(
         replicated.wait_until_handled()
         check_that_a_login_without_the_right_is_told_so(primary, replicated)
         for stop, go_on in (
-            (follower.stop_replaying, follower.replay),
+            (
+                lambda: follower.execute("SELECT pg_wal_replay_pause()"),
+                lambda: follower.execute("SELECT pg_wal_replay_resume()"),
+            ),
             (follower.pause, follower.resume),
         ):
             warned = process.log.count("a standby is")

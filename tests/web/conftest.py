@@ -11,7 +11,6 @@ import pytest
 from celery import Celery
 from sqlalchemy import Connection, Engine
 
-from idempotency.application import close_runtime
 from idempotency.operate.people import Person
 from idempotency.web.application import create_app
 from tests.support import company as companies
@@ -34,24 +33,6 @@ def connection(engine: Engine) -> Iterator[Connection]:
 def company() -> Iterator[Company]:
     with companies.running() as running:
         yield running
-
-
-@pytest.fixture
-def configure(bank: Celery) -> Iterator[Callable[..., None]]:
-    """Sets the application's settings until the end of the test."""
-    changed: set[str] = set()
-
-    def change(**settings: object) -> None:
-        for name, value in settings.items():
-            bank.conf[f"idempotency_{name}"] = value
-            changed.add(f"idempotency_{name}")
-        close_runtime(bank)
-
-    yield change
-    for name in changed:
-        bank.conf.pop(name, None)
-        bank.conf.changes.pop(name, None)
-    close_runtime(bank)
 
 
 class Browser:

@@ -9,7 +9,7 @@ import pytest
 from celery import Celery
 from sqlalchemy import Connection, Engine, text
 
-from idempotency import IdempotentTask, PermanentError
+from idempotency import IdempotentTask, PermanentError, streams
 from idempotency.sagas import saga
 from tests.sagas.conftest import Stage
 from tests.support.deliveries import Deliveries
@@ -95,3 +95,44 @@ def test_the_replay_of_a_stopped_saga_names_the_undos_that_run_and_their_calls(
     assert sent.status_code == 303
     stage.run()
     assert len(refunded) == 1
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_message_that_cannot_be_read_is_not_said_to_run_and_has_no_button(
+    browser: Open, bank: Celery, deliveries: Deliveries, connection: Connection, is_known: bool
+) -> None:
+    """Also that of a letter whose operation is not known, as of an `undecodable` one."""
+
+    def body(self: Any) -> None:
+        raise PermanentError("no", "gone")
+
+    deliveries.deliver(make_task(bank, body), key="k")
+    (letter,) = letters(connection)
+    connection.execute(text("UPDATE idempotency.dead_letters SET payload = 'no message'"))
+    connection.execute(text("UPDATE idempotency.records SET message = ''"))
+    if not is_known:
+        connection.execute(
+            text("UPDATE idempotency.dead_letters SET tenant = NULL, task = NULL, key = NULL, fingerprint = NULL")
+        )
+    otto = browser("otto")
+    page = otto.get(f"/letters/{letter.id}")
+    assert "It is not replayed: what is stored is not a message" in preview(page)
+    assert f'action="/letters/{letter.id}/replay"' not in page.text
+    assert otto.post(f"/letters/{letter.id}/replay", {"reason": "x"}).status_code == 409
+
+
+def test_the_letter_of_a_stream_is_said_to_be_run_by_its_processes(
+    browser: Open, bank: Celery, deliveries: Deliveries, connection: Connection
+) -> None:
+    def body(self: Any) -> None:
+        raise PermanentError("no", "gone")
+
+    deliveries.deliver(make_task(bank, body), key="k")
+    (letter,) = letters(connection)
+    for table in ("dead_letters", "records"):
+        connection.execute(text(f"UPDATE idempotency.{table} SET task = 'stream.orders'"))
+    connection.execute(text("UPDATE idempotency.dead_letters SET payload = ''"))
+    otto = browser("otto")
+    assert "The application has no task 'stream.orders' now" in preview(otto.get(f"/letters/{letter.id}"))
+    streams.stream("orders", source=streams.kafka("t"))(lambda stream, event: None)
+    assert "A process of its stream runs it" in preview(otto.get(f"/letters/{letter.id}"))

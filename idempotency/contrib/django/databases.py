@@ -63,9 +63,8 @@ def database_url(alias: str) -> str:
         password=parameters.pop("password", None),
         database=parameters.pop("dbname", None),
         host=parameters.pop("host") if is_one else None,
-        query=_several_hosts(
-            parameters
-        ),  # also the port, and a host that has no place in a URL: a directory, or several
+        # also the port, and a host that has no place in a URL: a directory, or several
+        query=_several_hosts(parameters),
     )
     return url.render_as_string(hide_password=False)
 
@@ -76,7 +75,13 @@ def _several_hosts(parameters: Mapping[str, str]) -> Mapping[str, str | tuple[st
     if len(hosts) == 1:
         return parameters
     ports = parameters.get("port", "5432").split(",")
-    places = tuple(f"{host}:{port}" for host, port in zip(hosts, ports * (len(hosts) // len(ports)), strict=True))
+    if len(ports) not in (1, len(hosts)):
+        raise SettingsError(
+            f"DATABASES: HOST has {len(hosts)} hosts and PORT has {len(ports)} ports; give one, or one each"
+        )
+    places = tuple(
+        f"{host}:{port}" for host, port in zip(hosts, ports if len(ports) > 1 else ports * len(hosts), strict=True)
+    )
     return {name: value for name, value in parameters.items() if name != "port"} | {"host": places}
 
 
