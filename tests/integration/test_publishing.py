@@ -265,6 +265,7 @@ def test_enqueue_takes_the_route_of_the_decorator(bank: Celery, connection: Conn
 def test_a_key_for_a_task_whose_code_is_elsewhere_is_given_as_a_header(bank: Celery) -> None:
     web = Celery("web", set_as_current=False, broker=bank.conf.broker_url)
     web.conf.update(task_queues=bank.conf.task_queues, task_default_queue=bank.conf.task_default_queue)
+    web.conf.broker_transport_options = bank.conf.broker_transport_options  # without a confirm it may not be there yet
     queues.drained(bank)
     web.signature("elsewhere", ("a",)).set(headers={KEY_HEADER: "mine"}).apply_async()
     assert queues.keys(queues.drained(bank)) == ["mine"]
