@@ -22,7 +22,7 @@ from .periods import WIDTHS, border, name_of
 from .rights import APPLICATION
 from .roles import OWN_POLICIES, of_partitions, protect
 from .schema import LOCK_PAUSE, TRY_AGAIN, exclusively
-from .statements import describe
+from .statements import describe, sqlstate
 
 # All rows that exist are given this time, by a column's constant default, which rewrites nothing.
 BEFORE, AFTER = "2000-01-01 00:00:00+00", "2000-01-02 00:00:00+00"
@@ -141,7 +141,7 @@ def _make_ahead(engine: Engine) -> None:
                 make_ahead(connection)
             return
         except OperationalError as error:
-            if getattr(error.orig, "sqlstate", None) not in TRY_AGAIN:
+            if sqlstate(error) not in TRY_AGAIN:
                 raise
             refused = error
         time.sleep(LOCK_PAUSE)

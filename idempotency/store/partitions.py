@@ -23,7 +23,7 @@ from .migrations.partitioning import PARTITIONS
 from .periods import WIDTHS, Partition, Partitions, found, missing, name_of
 from .purge import KEEP, OPERATIONS
 from .schema import NO_LOCK, TRY_AGAIN
-from .statements import describe
+from .statements import describe, sqlstate
 from .sweeps import BATCH, NOT_ASIDE, RECORD_ID, is_row_error, one_by_one, sweep_settings
 
 # A partition in which more is needed than this, and than a tenth of it, is not moved: what is past its time there is deleted row by
@@ -193,22 +193,18 @@ def _note(connection: Connection, name: str, error: DBAPIError) -> None:
 
 def _note_refused_lock(connection: Connection, error: DBAPIError) -> None:
     """If a lock of the whole table was not granted in time, try for none for a while."""
-    if _state(error) == NO_LOCK:
+    if sqlstate(error) == NO_LOCK:
         left_alone.leave_all(connection)
 
 
 def _is_passed_over(error: DBAPIError) -> bool:
     """Whether to go on with the other partitions, and with the rest of the purge."""
-    return is_row_error(error) or (not error.connection_invalidated and _state(error) in TOO_MUCH)
+    return is_row_error(error) or (not error.connection_invalidated and sqlstate(error) in TOO_MUCH)
 
 
 def _is_over_soon(error: DBAPIError) -> bool:
     """Whether another process was there first, or holds a lock: no row is refused."""
-    return _state(error) in (*TRY_AGAIN, *GONE)
-
-
-def _state(error: DBAPIError) -> str | None:
-    return getattr(error.orig, "sqlstate", None)
+    return sqlstate(error) in (*TRY_AGAIN, *GONE)
 
 
 def _drop(connection: Connection, each: Partition, service: str, horizon: float, limit: int) -> tuple[int, int]:
