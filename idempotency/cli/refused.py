@@ -5,7 +5,7 @@ from __future__ import annotations
 from sqlalchemy.exc import DBAPIError, OperationalError
 
 from ..errors import IdempotencyError
-from ..observe.outages import WRONG_ADDRESS, reason
+from ..observe.unreachable import WRONG_ADDRESS, reason
 from ..store.refused import INSUFFICIENT_PRIVILEGE, remedy
 from ..store.rights import OPERATOR
 from ..store.statements import describe, sqlstate

@@ -19,7 +19,8 @@ from ..framework import Framework, framework
 from ..observe import metrics
 from ..observe.crash_points import crash_point
 from ..observe.logs import log
-from ..observe.outages import Pauses, reason
+from ..observe.outages import Pauses
+from ..observe.unreachable import reason
 from ..store import dead_letters, stream_letters, streams
 from ..store.answers import Busy, Completed, Failed, Foreign, Mismatch
 from ..store.letters import headers_text

@@ -23,7 +23,7 @@ from ..broker.channel import BROKER_ERRORS, connect
 from ..errors import BrokerUnavailable, SettingsError
 from ..observe.crash_points import crash_point
 from ..observe.logs import log
-from ..observe.outages import reason
+from ..observe.unreachable import reason
 from ..wire.arriving import bound_what_arrives
 from .holdings import At, Holdings, until_moved
 from .message import StreamMessage
