@@ -127,14 +127,14 @@ def ended_at_last(worker: Worker) -> None:
     """Wait for a cold shutdown. If Celery hangs in it, do what a supervisor does.
 
     Its signal handler may interrupt the reading of a frame. Then what follows is read from the middle of that frame, and the
-    worker waits for the broker's answer for good, with nothing of ours running.
+    worker waits for the broker's answer for good. Or it waits there for its pool, whose lock the interrupted code holds.
     """
     try:
         worker.process.wait(PATIENCE)
     except subprocess.TimeoutExpired:
-        assert "Cold shutdown" in worker.log, worker.log
-        worker.process.kill()
-        worker.process.wait()
+        worker.process.send_signal(signal.SIGABRT)  # it ends, and says where it was
+        worker.process.wait(PATIENCE)
+        assert "Cold shutdown" in worker.log or "in on_cold_shutdown" in worker.log, worker.log
 
 
 @pytest.mark.parametrize("phase", each("F4", "P1", "P2", "P3", "P4", "P5", "P6"))

@@ -39,7 +39,11 @@ class Worker:
         command += ["--hostname", f"{uuid4().hex[:8]}@%h", "--without-mingle", "--without-gossip", *options]
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(
-                command, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+                command,
+                env=environment | {"PYTHONFAULTHANDLER": "1"},  # with SIGABRT it ends, and says where it was
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
             )
 
     @property
