@@ -8,14 +8,16 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from urllib.parse import urlsplit
 
 import pytest
 from celery import Celery
+from celery.concurrency import get_implementation
 from sqlalchemy import make_url
 
 from idempotency.attempt.liveness import process_identity
-from idempotency.upkeep.presence import SignOfLife
+from idempotency.upkeep.presence import ConsumerTurns, SignOfLife
 from idempotency.upkeep.sign_file import SignFile, silence
 from tests.support import bank as b
 from tests.support.commands import Run, runner
@@ -40,7 +42,7 @@ def file(tmp_path: Path, environment: dict[str, str]) -> Path:
 
 def signed(worker: Worker, file: Path) -> None:
     """Wait until a worker has signed in its file."""
-    holder = eventually(lambda: file.exists() and file.read_text(), what="a sign in the file")
+    holder = eventually(lambda: file.read_text() if file.exists() else "", what="a sign in the file")
     assert holder.split("|")[3] == str(worker.process.pid)
 
 
@@ -85,6 +87,13 @@ def test_a_worker_whose_servers_are_away_is_alive(
             assert run("alive", file, "--within", 2).status == 0
             time.sleep(0.2)
         assert worker.process.poll() is None
+
+
+@pytest.mark.parametrize(("pool", "is_watched"), [("prefork", True), ("solo", False), ("threads", False)])
+def test_only_where_no_body_runs_in_it_is_the_main_loop_watched(pool: str, is_watched: bool) -> None:
+    for hub, expected in ((object(), is_watched), (None, False)):
+        consumer = SimpleNamespace(hub=hub, pool=get_implementation(pool))
+        assert ConsumerTurns(consumer).include_if(consumer) is expected
 
 
 @pytest.mark.long
