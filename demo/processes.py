@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -14,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from services import process
+from services.server import free_port
 
 ROOT = Path(__file__).parent.parent
 QUEUES = ("payments", "refunds", "orders", "notifications", "webhooks")
@@ -134,12 +134,6 @@ class Processes:
     def _log_tail(self, name: str, lines: int = 15) -> str:
         log = self._directory / name / "log"
         return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
-
-
-def free_port() -> int:
-    """A port of loopback that is free at this moment."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return int(free.getsockname()[1])
 
 
 def _worker(name: str, queues: str, concurrency: int) -> list[str]:

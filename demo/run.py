@@ -19,7 +19,7 @@ from demo.faults import CARRIER_FAULTS, MAIL_FAULTS, PROVIDER_FAULTS, Faults, fa
 from demo.flows import Engines, Options, Orders, Payments
 from demo.input import Intake
 from demo.logins import check_unused, make_logins, make_roles
-from demo.processes import Processes, free_port
+from demo.processes import Processes
 from demo.progress import Counted, Counter, Display
 from demo.report import Report
 from idempotency.store import schema
@@ -27,6 +27,7 @@ from idempotency.store.rights import APPLICATION, OPERATOR
 from sandbox import ledger
 from sandbox import process as sandbox
 from sandbox.process import Sandbox
+from services.server import free_port
 from tasks.migrate import migrate
 
 if TYPE_CHECKING:

@@ -19,13 +19,13 @@ from sqlalchemy import create_engine
 from sqlalchemy.exc import DBAPIError
 
 import services
-from demo.processes import free_port
 from drill.receiver import Receiver
 from drill.runbook import DIRECTORY as RUNBOOKS
 from idempotency.store import schema
 from sandbox import process as sandbox
 from services import packages, process
 from services.prometheus import Prometheus
+from services.server import free_port
 
 if TYPE_CHECKING:
     from celery import Celery

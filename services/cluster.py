@@ -26,7 +26,7 @@ from pathlib import Path
 from services import packages
 from services.cluster_postgres import PostgresPair
 from services.cluster_rabbitmq import RabbitMQTrio
-from services.cluster_redis import RedisTrio
+from services.cluster_redis import SentinelSet
 from services.local import start_watchdog
 from services.server import READY_SECONDS, ServiceError
 
@@ -50,8 +50,8 @@ class Cluster:
         password = file.read_text()
         self.postgres = PostgresPair(directory, password)
         self.rabbitmq = RabbitMQTrio(directory, password)
-        self.redis = RedisTrio(directory, password)
-        known: dict[str, PostgresPair | RabbitMQTrio | RedisTrio] = {
+        self.redis = SentinelSet(directory, password)
+        known: dict[str, PostgresPair | RabbitMQTrio | SentinelSet] = {
             "rabbitmq": self.rabbitmq,
             "postgres": self.postgres,
             "redis": self.redis,

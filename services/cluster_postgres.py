@@ -13,7 +13,7 @@ from urllib.parse import quote
 import psycopg
 from psycopg import sql
 
-from services.postgres import _ACCOUNT, Postgres, _plain, create_database
+from services.postgres import ACCOUNT, Postgres, create_database, plain_address
 from services.server import READY_SECONDS, ServiceError
 
 NAMES = ("postgres-a", "postgres-b")
@@ -42,7 +42,7 @@ class PostgresNode(Postgres):
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(mode=0o700)
         if os.geteuid() == 0:
-            account = pwd.getpwnam(_ACCOUNT)
+            account = pwd.getpwnam(ACCOUNT)
             for path in (self.directory, unfinished):
                 os.chown(path, account.pw_uid, account.pw_gid)
         port = primary.reached_at or primary.port
@@ -63,7 +63,7 @@ class PostgresNode(Postgres):
 
     def execute(self, statement: str) -> list[tuple[object, ...]]:
         """Run a statement as the superuser, outside a transaction."""
-        with psycopg.connect(_plain(self.superuser_url()), autocommit=True, connect_timeout=2) as connection:
+        with psycopg.connect(plain_address(self.superuser_url()), autocommit=True, connect_timeout=2) as connection:
             # to change a setting waits for no standby
             connection.execute("SET synchronous_commit = local")
             cursor = connection.execute(sql.SQL(statement))
@@ -74,7 +74,7 @@ class PostgresNode(Postgres):
         return bool(self.execute("SELECT pg_is_in_recovery()")[0][0])
 
     def _check(self) -> None:
-        with psycopg.connect(_plain(self.superuser_url()), connect_timeout=2) as connection:
+        with psycopg.connect(plain_address(self.superuser_url()), connect_timeout=2) as connection:
             if connection.execute("SELECT pg_is_in_recovery()").fetchone() != (False,):
                 return
             connection.execute("SET synchronous_commit = local")

@@ -89,7 +89,7 @@ class Sentinel(Server):
             return len(client.execute_command("SENTINEL", "SENTINELS", PRIMARY))
 
 
-class RedisTrio:
+class SentinelSet:
     """Primary, replica and three Sentinels."""
 
     def __init__(self, directory: Path, password: str) -> None:

@@ -20,7 +20,7 @@ from services import packages
 from services.server import Server, ServiceError
 
 # Postgres refuses to run as root; this account owns nothing.
-_ACCOUNT = "nobody"
+ACCOUNT = "nobody"
 # The login that uses the server: it makes databases and roles, sees and ends other connections, and is no superuser.
 _LOGIN = "deployer"
 _MAKE_LOGIN = """
@@ -94,7 +94,7 @@ class Postgres(Server):
         return find_programs()
 
     def _check(self) -> None:
-        with psycopg.connect(_plain(self.superuser_url()), connect_timeout=2) as connection:
+        with psycopg.connect(plain_address(self.superuser_url()), connect_timeout=2) as connection:
             make = sql.SQL(_MAKE_LOGIN).format(
                 login=sql.Identifier(_LOGIN), name=sql.Literal(_LOGIN), password=sql.Literal(self.password)
             )
@@ -108,7 +108,7 @@ class Postgres(Server):
         password_file.touch(mode=0o600)
         password_file.write_text(self.password)
         if os.geteuid() == 0:
-            account = pwd.getpwnam(_ACCOUNT)
+            account = pwd.getpwnam(ACCOUNT)
             for path in (self.directory, unfinished):
                 os.chown(path, account.pw_uid, account.pw_gid)
         command: list[str | Path] = ["-D", unfinished, "--username=postgres"]
@@ -142,7 +142,7 @@ def create_database(server_url: str, name: str) -> str:
     Raises `ValueError` if the name is not a plain identifier of up to 63 characters.
     """
     _check_identifier(name)
-    with psycopg.connect(_plain(server_url), autocommit=True) as connection:
+    with psycopg.connect(plain_address(server_url), autocommit=True) as connection:
         connection.execute(sql.SQL("CREATE DATABASE {}").format(sql.Identifier(name)))
     address, question_mark, options = server_url.partition("?")
     return f"{address.rpartition('/')[0]}/{name}{question_mark}{options}"
@@ -151,7 +151,7 @@ def create_database(server_url: str, name: str) -> str:
 def drop_database(server_url: str, name: str) -> None:
     """Drop a database, if it exists, and end its connections."""
     _check_identifier(name)
-    with psycopg.connect(_plain(server_url), autocommit=True) as connection:
+    with psycopg.connect(plain_address(server_url), autocommit=True) as connection:
         connection.execute(sql.SQL("DROP DATABASE IF EXISTS {} WITH (FORCE)").format(sql.Identifier(name)))
 
 
@@ -176,7 +176,7 @@ def _as_unprivileged() -> list[str | Path]:
     """A command prefix that changes to an unprivileged account; empty unless running as root."""
     if os.geteuid() != 0:
         return []
-    account = pwd.getpwnam(_ACCOUNT)
+    account = pwd.getpwnam(ACCOUNT)
     # The programs may be below /root, which only root may enter; the capability lets this process tree pass without
     # changing permissions there. Without the secure bit, access(), by which initdb finds its companions, ignores
     # capabilities.
@@ -185,7 +185,7 @@ def _as_unprivileged() -> list[str | Path]:
     return change
 
 
-def _plain(url: str) -> str:
+def plain_address(url: str) -> str:
     scheme, separator, rest = url.partition("://")
     return f"{scheme.partition('+')[0]}{separator}{rest}"
 

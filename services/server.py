@@ -197,8 +197,12 @@ class Server(ABC):
         return settings["password"], ports
 
 
+def free_port() -> int:
+    """A port of loopback that nothing listens on now. At random, because another checkout may be choosing at the same time."""
+    return _free_ports(1)[0]
+
+
 def _free_ports(count: int) -> list[int]:
-    # At random, because another checkout may be choosing at the same time.
     drawn = (port for port in random.sample(_PORTS, len(_PORTS)) if _is_free(port))
     return [next(drawn) for _ in range(count)]
 

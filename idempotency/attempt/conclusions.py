@@ -40,7 +40,7 @@ from ..observe.logs import log
 from ..reasons import ON_FAILED_ERROR
 from ..store.answers import error_text
 from ..store.ends import FailedEnd
-from ..store.statements import ERROR_LIMIT, describe
+from ..store.statements import ERROR_LIMIT, describe, sqlstate
 from ..wire import results
 from ..wire.delivery import EffectOutcome, Operation
 from ..wire.keys import OperationId
@@ -260,7 +260,7 @@ def _check_transaction(connection: Connection, expected: str, error: Exception |
     try:
         found = connection.exec_driver_sql(_THIS_PART).scalar_one()
     except OperationalError as unanswered:
-        if getattr(unanswered.orig, "sqlstate", None) is None and error is None:
+        if sqlstate(unanswered) is None and error is None:
             raise  # Postgres is away
         raise TransactionEnded(described) from error
     except SQLAlchemyError:

@@ -26,6 +26,7 @@ from ..observe.crash_points import crash_point
 from ..observe.logs import log
 from ..store.answers import Claimed
 from ..store.driver import reset_role
+from ..store.statements import sqlstate
 from .heartbeat import Holding
 from .runtime import Runtime
 from .session import AttemptSession, sessions_of
@@ -168,7 +169,7 @@ class FencedWrites:
         try:
             yield
         except DataError as error:
-            if getattr(error.orig, "sqlstate", None) != DIVISION_BY_ZERO:
+            if sqlstate(error) != DIVISION_BY_ZERO:
                 raise
             if self._session is not None:
                 self._session.rollback()
@@ -198,6 +199,6 @@ def _refused_by_server(error: BaseException, driver: Any) -> bool:
     """Whether the server itself said no: then nothing was committed, and there is no doubt."""
     if not isinstance(error, DBAPIError):
         return False
-    sqlstate = getattr(error.orig, "sqlstate", None)
+    state = sqlstate(error)
     # 57P..: the server is going down; what it had done by then is not known
-    return sqlstate is not None and not sqlstate.startswith("57P") and not driver.closed
+    return state is not None and not state.startswith("57P") and not driver.closed

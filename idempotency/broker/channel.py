@@ -17,7 +17,7 @@ from kombu.exceptions import KombuError
 
 from ..errors import BrokerUnavailable
 from ..observe.logs import log
-from ..observe.outages import reason
+from ..observe.unreachable import reason
 from ..queues import QuorumQueue, dead_letter_queues
 from ..tls import amqp_options
 

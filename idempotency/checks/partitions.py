@@ -40,7 +40,7 @@ def check_partitions(connection: Connection, given: Settings) -> list[Finding]:
             f"run `{framework().command} migrate --partitioned` again with one; a dump without comments leaves it out"
         )
         findings.append(warning(SUBJECT, f"nothing says how long they are; made by {found.width}, as before", advice))
-    if partitions.rests(connection, found):
+    if partitions.default_waits(connection, found):
         advice = "no partition was there when they came; a relay's purge moves them, those that are running once they have ended"
         findings.append(warning(SUBJECT, "the default one has records", advice))
     if len(found.all) > MANY:

@@ -16,7 +16,7 @@ from celery import Celery
 from sqlalchemy.exc import DBAPIError
 
 from ..errors import SettingsError
-from ..observe.outages import WRONG_ADDRESS, reason
+from ..observe.unreachable import WRONG_ADDRESS, reason
 from ..worker.task import idempotent_tasks
 from .broker import require_broker_address
 from .findings import Finding, Level

@@ -9,7 +9,7 @@ from kombu.exceptions import OperationalError as BrokerError
 from redis import RedisError
 from sqlalchemy.exc import ArgumentError, DBAPIError
 
-from ..observe.outages import reason
+from ..observe.unreachable import reason
 from ..setting_values import NOT_AN_ADDRESS
 from .findings import Finding, Level
 

@@ -6,19 +6,17 @@ from datetime import datetime
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from ..application import runtime_of
 from ..operate import api_keys as operate
 from ..operate.change import Change
 from ..store import tenants
 from .options import ActorOption, AppOption, JsonOption, TenantOption
-from .terminal import application, console, print_json, print_table
+from .terminal import application, console, errors, print_json, print_table
 
 commands = typer.Typer()
 api_keys = typer.Typer(no_args_is_help=True, help="Which clients may call, as which tenant, and what they may do.")
 commands.add_typer(api_keys, name="api-key")
-errors = Console(stderr=True)
 COLUMNS = ("id", "tenant", "name", "scopes", "created_at", "expires_at", "revoked_at")
 
 

@@ -52,7 +52,7 @@ def broker_users(
 ) -> None:
     """Write users with the least rights for each kind of process, for RabbitMQ and Redis to read. Connects to neither."""
     if rabbitmq is None and redis is None:
-        raise SettingsError("--rabbitmq FILE, --redis FILE: at least one of them; - is the output")
+        raise SettingsError("--rabbitmq FILE, --redis FILE: give at least one of them; - is stdout")
     celery = application(app)
     celery.loader.import_default_modules()  # they may declare queues
     settings = settings_of(celery)

@@ -23,7 +23,8 @@ from ..errors import SettingsError
 from ..extras import extra
 from ..observe import metrics, outages
 from ..observe.logs import log
-from ..observe.outages import Pauses, reason
+from ..observe.outages import Pauses
+from ..observe.unreachable import reason
 from ..store import partitioning, roles, schema
 from ..store.connections import make_migrations_engine
 from ..upkeep import maintenance, objects

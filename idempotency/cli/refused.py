@@ -5,10 +5,10 @@ from __future__ import annotations
 from sqlalchemy.exc import DBAPIError, OperationalError
 
 from ..errors import IdempotencyError
-from ..observe.outages import WRONG_ADDRESS, reason
+from ..observe.unreachable import WRONG_ADDRESS, reason
 from ..store.refused import INSUFFICIENT_PRIVILEGE, remedy
 from ..store.rights import OPERATOR
-from ..store.statements import describe
+from ..store.statements import describe, sqlstate
 
 
 def sentence(error: Exception) -> str | None:
@@ -18,7 +18,7 @@ def sentence(error: Exception) -> str | None:
             return str(error)
         case OperationalError():
             return _no_answer(error)
-        case DBAPIError() if getattr(error.orig, "sqlstate", None) == INSUFFICIENT_PRIVILEGE:
+        case DBAPIError() if sqlstate(error) == INSUFFICIENT_PRIVILEGE:
             if "idempotency.tenant" in describe(error):
                 return (
                     f"{describe(error)}; log in with a role that sees all tenants, as {OPERATOR} does (docs/tenants.md)"
@@ -31,7 +31,7 @@ def sentence(error: Exception) -> str | None:
 
 def _no_answer(error: OperationalError) -> str:
     """Why the database did not do what was asked, without SQLAlchemy's own text, which would show the address."""
-    if getattr(error.orig, "sqlstate", None) is not None:  # it did answer: a lock timed out, say
+    if sqlstate(error) is not None:  # it did answer: a lock timed out, say
         return f"the database refused: {describe(error)}"
     why = reason(error)
     return f"idempotency_database_url: {why}" if why in WRONG_ADDRESS else f"the database did not answer: {why}"

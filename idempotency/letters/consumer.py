@@ -33,7 +33,8 @@ from ..broker.channel import BROKER_ERRORS, connect, declare_queues, forward, po
 from ..errors import SettingsError
 from ..observe.crash_points import crash_point
 from ..observe.logs import log
-from ..observe.outages import Pauses, reason
+from ..observe.outages import Pauses
+from ..observe.unreachable import reason
 from ..queues import SHARED_DEAD_LETTERS, dead_letter_queue, dead_letter_queues, forwarded_dead_letters
 from ..store.statements import describe, is_news
 from ..wire.arriving import bound_what_arrives

@@ -12,7 +12,7 @@ from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError
 
 from ..errors import IdempotencyError
-from ..observe.outages import reason
+from ..observe.unreachable import reason
 from ..store.statements import describe
 
 # Seconds to connect in, and to wait for a table that is being altered: whoever waits behind an ALTER TABLE holds up all others.

@@ -29,7 +29,8 @@ from ..errors import BrokerUnavailable
 from ..observe import metrics
 from ..observe.crash_points import crash_point
 from ..observe.logs import log
-from ..observe.outages import Pauses, reason
+from ..observe.outages import Pauses
+from ..observe.unreachable import reason
 from ..store import outbox
 from ..store.outbox import Lane
 from ..store.statements import is_news

@@ -1,6 +1,6 @@
-"""What a table of records has that a partitioned one in its place would not have: found before the exchange, which is refused then.
+"""What a table of records has that a partitioned one in its place would lose: found before the exchange, which is then refused.
 
-Most of it is bound to the table, not to its name, so it would stay with the first partition and say nothing. What the exchange takes
+Most of it is bound to the table and not to its name, so it would silently stay with the first partition. What the exchange takes
 along by itself is not named: indexes, triggers, views, rights, and the library's own policies.
 """
 

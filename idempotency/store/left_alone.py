@@ -1,6 +1,6 @@
-"""What upkeep of partitions leaves alone for a while: one that could not go, and all of them after a lock that was not there in time.
+"""What upkeep of partitions leaves alone for a while: one that could not go, and all of them after a lock was not granted in time.
 
-For each database by itself, in the memory of this process: another process tries by itself, and so does this one after a restart.
+For each database, in the memory of this process: another process makes its own tries, and so does this one after a restart.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ _left: WeakKeyDictionary[Engine, _Left] = WeakKeyDictionary()
 
 
 def leave(connection: Connection, partition: str) -> None:
-    """Leave this partition alone for `PAUSE`."""
+    """Leave this partition alone for `PAUSE` seconds."""
     _of(connection).partitions[partition] = time.monotonic() + PAUSE
 
 
 def leave_all(connection: Connection) -> None:
-    """Leave all partitions alone, since a lock was not there in time."""
+    """Leave all partitions alone, for longer each time: a lock was not granted in time."""
     left = _of(connection)
     left.all_until = time.monotonic() + min(FIRST_PAUSE * 2**left.times, LONGEST_PAUSE)
     left.times = min(left.times + 1, 10)
 
 
-def locked(connection: Connection) -> None:
-    """A lock of the whole table was there in time: the next pause is a short one again."""
+def note_lock(connection: Connection) -> None:
+    """A lock of the whole table was granted in time: the next pause is a short one again."""
     _of(connection).times = 0
 
 
@@ -54,7 +54,7 @@ def is_left(connection: Connection, partition: str | None = None) -> bool:
 
 
 def forget() -> None:
-    """Leave nothing alone any more."""
+    """Forget all pauses, of all databases."""
     _left.clear()
 
 

@@ -60,11 +60,6 @@ GROUP BY 1, 2, 3 ORDER BY max(failed_at) > clock_timestamp() - interval '1 hour'
 
 _SHOWN = f"SELECT * FROM idempotency.dead_letters WHERE id = %(id)s AND {_MINE}"
 
-_OF_OPERATION = """
-SELECT id, status, reason, generation, failed_at, closed_at FROM idempotency.dead_letters
-WHERE (tenant, task, key) = (%(tenant)s, %(task)s, %(key)s) ORDER BY id
-"""
-
 # Where each of these letters is: open, or what has become of its operation since. The next letter of an operation is one of its own
 # end after the replay: another message under its key, which was refused, says nothing of it.
 _FOLLOWED = """

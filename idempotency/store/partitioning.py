@@ -1,7 +1,7 @@
 """Partitioning the table of records by creation: `idempotency migrate --partitioned`.
 
-A table that is there becomes the first partition as it is. What takes long (an index, the look whether all rows are of before) is
-done while it is in use; then it is exchanged for a partitioned table of its name, in one short transaction.
+A table that exists becomes the first partition as it is. What takes long (an index, the proof that all its rows belong there) is
+done while it is in use; then a partitioned table takes its name, in one short transaction.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from .periods import WIDTHS, border, name_of
 from .rights import APPLICATION
 from .roles import OWN_POLICIES, of_partitions, protect
 from .schema import LOCK_PAUSE, TRY_AGAIN, exclusively
-from .statements import describe
+from .statements import describe, sqlstate
 
-# Rows of before are all of this time, by a column's constant default, which rewrites nothing.
+# All rows that exist are given this time, by a column's constant default, which rewrites nothing.
 BEFORE, AFTER = "2000-01-01 00:00:00+00", "2000-01-02 00:00:00+00"
-# The table of before, among the partitions.
+# The former table, as a partition.
 FIRST = "records_before"
-# How often partitions are made ahead in the end, if somebody has a lock: after that upkeep does it.
+# Tries to make partitions ahead at the end, if another has a lock: after that, upkeep does it.
 TRIES = 5
 
 _COLUMN = f"""
@@ -134,14 +134,14 @@ def _renew(connection: Connection) -> None:
 
 
 def _make_ahead(engine: Engine) -> None:
-    """Not `exclusively`, which upkeep waits for. The present has a partition: who holds a lock for longer stops nothing."""
+    """Not `exclusively`, which upkeep waits for. The present has a partition already, so a lock that others hold for long stops nothing."""
     for _ in range(TRIES):
         try:
             with engine.begin() as connection:
                 make_ahead(connection)
             return
         except OperationalError as error:
-            if getattr(error.orig, "sqlstate", None) not in TRY_AGAIN:
+            if sqlstate(error) not in TRY_AGAIN:
                 raise
             refused = error
         time.sleep(LOCK_PAUSE)
@@ -161,7 +161,7 @@ def _prepare(connection: Connection) -> None:
     _committed(connection, _COLUMN)
     outside = connection.execution_options(isolation_level="AUTOCOMMIT")
     try:
-        # waits for all open transactions, so without a time-out
+        # it waits for all open transactions, so without a time-out
         outside.exec_driver_sql(_NO_INDEX)
         outside.exec_driver_sql(_INDEX)
     finally:

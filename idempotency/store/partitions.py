@@ -23,7 +23,7 @@ from .migrations.partitioning import PARTITIONS
 from .periods import WIDTHS, Partition, Partitions, found, missing, name_of
 from .purge import KEEP, OPERATIONS
 from .schema import NO_LOCK, TRY_AGAIN
-from .statements import describe
+from .statements import describe, sqlstate
 from .sweeps import BATCH, NOT_ASIDE, RECORD_ID, is_row_error, one_by_one, sweep_settings
 
 # A partition in which more is needed than this, and than a tenth of it, is not moved: what is past its time there is deleted row by
@@ -33,16 +33,16 @@ MOVED = 10_000
 FETCHED = 20 * BATCH
 # Transactions that were open during the look at a partition may have committed rows since, with ids that are so much lower.
 OLDER = 1000
-# What a partition does not take away within this time after its own is deleted row by row, in seconds.
+# Seconds after the end of its period until what no drop has taken away is deleted row by row.
 GRACE = 3600.0
 
-# By this name a row is set aside that Postgres refuses to move or to delete, and tried again later, as by a sweep.
+# The name under which a row that Postgres refuses to move or to delete is set aside, and tried again later, as by a sweep.
 SWEEP = "partitions"
 
 # no_data_found by its name, undefined_table: another process has dropped it.
 GONE = ("P0002", "42P01")
 # disk_full, out_of_memory (also: no room for a lock), configuration_limit_exceeded (as of temporary files): the server has answered,
-# and what this partition takes another one may not. To drop one makes room.
+# and another partition may need less than this one. Dropping one makes room.
 TOO_MUCH = ("53100", "53200", "53400")
 
 _MAY = """
@@ -103,7 +103,7 @@ def keep_up(
             if not _is_passed_over(error):
                 raise
             log.warning("partition_not_made", error=describe(error))  # until then there is the default one
-            _note_lock(connection, error)
+            _note_refused_lock(connection, error)
     partitions = found(connection)
     if partitions is None:
         return 0, False, 0.0
@@ -123,8 +123,8 @@ def may_keep_up(connection: Connection) -> bool | None:
     return answer
 
 
-def rests(connection: Connection, partitions: Partitions) -> bool:
-    """Whether the default partition has records that nobody is working at."""
+def default_waits(connection: Connection, partitions: Partitions) -> bool:
+    """Whether the default partition has records that could move: no attempt is working on them."""
     return bool(_keys(connection, partitions.default_name, "waiting", "", 0.0, 1))
 
 
@@ -140,7 +140,7 @@ def make_ahead(connection: Connection) -> int:
         fields = {"name": name_of(begins), "begins": begins, "ends": ends}
         if not connection.exec_driver_sql(_MAKE, fields).scalar_one():
             break  # another process is making them
-        left_alone.locked(connection)
+        left_alone.note_lock(connection)
         made += 1
     return made
 
@@ -160,9 +160,8 @@ def drop_past(
 ) -> tuple[int, bool]:
     """Drop the partitions in which nothing is needed that ended more than `retention` seconds ago.
 
-    Returns how many operations went, and whether more may be due: one by one, at most about `limit` move, and as many go, of
-    each partition.
-    `horizon`: for how many seconds after the last publish of its message an operation is needed. What cannot go now is tried
+    Returns how many operations went, and whether more may be due: of each partition, about `limit` at most move one by one, and as
+    many are deleted. `horizon`: for how many seconds after the last publish of its message an operation is needed. What cannot go now is tried
     again by a later pass: too much in it is needed, or it is in use, or Postgres refuses a row of it. A lock that is not there in
     time ends the pass: whoever has it (a dump, a report) has all of them, and claims wait behind each try.
     """
@@ -184,7 +183,7 @@ def drop_past(
 
 
 def _note(connection: Connection, name: str, error: DBAPIError) -> None:
-    """Go on without a partition that cannot be emptied or dropped now. Raises what is about more than this partition."""
+    """Go on without a partition that cannot be emptied or dropped now. Raises an error that is about more than this partition."""
     if not _is_passed_over(error):
         raise error
     if not _is_over_soon(error):
@@ -192,24 +191,20 @@ def _note(connection: Connection, name: str, error: DBAPIError) -> None:
         left_alone.leave(connection, name)
 
 
-def _note_lock(connection: Connection, error: DBAPIError) -> None:
-    """Try for no lock of the whole table for a while, if this one was not there in time."""
-    if _state(error) == NO_LOCK:
+def _note_refused_lock(connection: Connection, error: DBAPIError) -> None:
+    """If a lock of the whole table was not granted in time, try for none for a while."""
+    if sqlstate(error) == NO_LOCK:
         left_alone.leave_all(connection)
 
 
 def _is_passed_over(error: DBAPIError) -> bool:
     """Whether to go on with the other partitions, and with the rest of the purge."""
-    return is_row_error(error) or (not error.connection_invalidated and _state(error) in TOO_MUCH)
+    return is_row_error(error) or (not error.connection_invalidated and sqlstate(error) in TOO_MUCH)
 
 
 def _is_over_soon(error: DBAPIError) -> bool:
-    """Whether somebody else was there first, or holds a lock: no row is refused."""
-    return _state(error) in (*TRY_AGAIN, *GONE)
-
-
-def _state(error: DBAPIError) -> str | None:
-    return getattr(error.orig, "sqlstate", None)
+    """Whether another process was there first, or holds a lock: no row is refused."""
+    return sqlstate(error) in (*TRY_AGAIN, *GONE)
 
 
 def _drop(connection: Connection, each: Partition, service: str, horizon: float, limit: int) -> tuple[int, int]:
@@ -226,24 +221,24 @@ def _drop(connection: Connection, each: Partition, service: str, horizon: float,
     deleted = _delete_laden(connection, each.name, service, horizon, limit)
     crash_point("partition.cleared")
     newest = connection.exec_driver_sql(_NEWEST).one()
-    # what could not be moved or deleted: it is locked, running, or too much
+    # what could not be moved or deleted stays: it is locked, running, or too much
     if any(_keys(connection, each.name, function, service, horizon, 1) for function in ("survivors", "laden")):
         return deleted, deleted
     seen = {"row": max(newest.row - OLDER, 0), "letter": max(newest.letter - OLDER, 0)}
     try:
         gone = connection.exec_driver_sql(_REMOVE, bounds | seen).scalar_one()
     except DBAPIError as error:
-        _note_lock(connection, error)
+        _note_refused_lock(connection, error)
         raise
     if gone is None:
         return deleted, deleted
-    left_alone.locked(connection)
+    left_alone.note_lock(connection)
     log.info("partition_dropped", partition=each.name, operations=gone)
     return deleted + int(gone), deleted
 
 
 def _move(connection: Connection, name: str, function: str, service: str, horizon: float, limit: int) -> int:
-    """Move what a function names, in transactions of their own, until nothing more can be moved."""
+    """Move the operations that a function names, in transactions of their own, until no more can be moved."""
     statement, fields = _MOVE, {"partition": name}
     return _one_batch_after_another(connection, statement, fields, name, function, service, horizon, limit)
 

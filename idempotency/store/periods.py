@@ -14,13 +14,13 @@ from .migrations.partitioning import PARTITIONS
 # How long the partitions of a kind are, and how many are made ahead. What comes while none is there goes to the default one.
 WIDTHS = {"hour": timedelta(hours=1), "day": timedelta(days=1), "week": timedelta(weeks=1)}
 AHEAD = {"hour": 6, "day": 3, "week": 2}
-# Without a word about it, and without one that is whole.
-OTHERWISE = "day"
+# Where no comment says it, and no partition is a whole period long.
+DEFAULT_WIDTH = "day"
 # A Monday: weeks begin there.
 _FIRST = datetime(2001, 1, 1, tzinfo=UTC)
 # Where the partition of before begins.
 _EVER = datetime(1, 1, 1, tzinfo=UTC)
-# Made in the middle of a period, because none was made before: begins so much later, so that nothing of before belongs there.
+# A partition that is made in the middle of a period begins so much later than now: no row that is there already belongs into it.
 MARGIN = timedelta(seconds=10)
 
 _WIDTH = f"SELECT obj_description(to_regnamespace('{PARTITIONS}'), 'pg_namespace')"
@@ -81,9 +81,9 @@ def found(connection: Connection) -> Partitions | None:
 
 
 def _longest(made: Sequence[Partition]) -> str:
-    """The longest period that one of them is long."""
+    """The longest period among them."""
     lengths = {each.ends_at - each.begins_at for each in made if each.begins_at and each.ends_at}
-    return max((each for each in WIDTHS if WIDTHS[each] in lengths), key=WIDTHS.__getitem__, default=OTHERWISE)
+    return max((each for each in WIDTHS if WIDTHS[each] in lengths), key=WIDTHS.__getitem__, default=DEFAULT_WIDTH)
 
 
 def missing(partitions: Partitions) -> list[tuple[datetime, datetime]]:

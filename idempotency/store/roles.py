@@ -21,6 +21,7 @@ from sqlalchemy.exc import DBAPIError
 from .migrations.partitioning import PARTITIONS
 from .rights import APPLICATION, OF_ALL_TENANTS, OPERATOR, OWNER, READ_ONLY, RELAY, RIGHTS, ROLES, RUNNERS, SEQUENCES
 from .schema import LOCK_PAUSE, LOCK_TIMEOUT, SCHEMA, TRY_AGAIN
+from .statements import sqlstate
 
 # Functions that run with their owner's rights, because they write rows that have no tenant or another one.
 DEFINERS = ("take_places()",)
@@ -124,7 +125,7 @@ def create(engine: Engine, passwords: Mapping[str, str]) -> list[str]:
         try:
             return _create(engine, passwords)
         except DBAPIError as error:
-            if getattr(error.orig, "sqlstate", None) not in (*TRY_AGAIN, AT_ONCE) or time.monotonic() > deadline:
+            if sqlstate(error) not in (*TRY_AGAIN, AT_ONCE) or time.monotonic() > deadline:
                 raise
         time.sleep(uniform(0.0, LOCK_PAUSE))
 

@@ -14,6 +14,7 @@ from sqlalchemy.exc import OperationalError
 from ..errors import SettingsError
 from ..extras import extra
 from ..framework import framework
+from .statements import sqlstate
 
 if TYPE_CHECKING:
     from alembic.config import Config
@@ -89,7 +90,7 @@ def exclusively(engine: Engine, change: Callable[[Connection], Changed]) -> Chan
             try:
                 return change(connection)
             except OperationalError as error:
-                if getattr(error.orig, "sqlstate", None) not in TRY_AGAIN or time.monotonic() > deadline:
+                if sqlstate(error) not in TRY_AGAIN or time.monotonic() > deadline:
                     raise
                 connection.rollback()
                 time.sleep(LOCK_PAUSE)

@@ -104,10 +104,15 @@ def repeatable(change: Callable[P, Answer]) -> Callable[P, Answer]:
             try:
                 return change(*args, **kwargs)
             except DBAPIError as error:
-                if not left or getattr(error.orig, "sqlstate", None) != MOVED:
+                if not left or sqlstate(error) != MOVED:
                     raise
 
     return repeated
+
+
+def sqlstate(error: DBAPIError) -> str | None:
+    """Postgres' code for what it refused; None if it did not answer."""
+    return getattr(error.orig, "sqlstate", None)
 
 
 def driver_error(error: BaseException) -> BaseException | None:

@@ -24,6 +24,9 @@ _DIVISION_BY_ZERO = "22012"
 class PartitionLost(IdempotencyError):
     """The position is not where this process has read it: another one, or a person, has the partition."""
 
+    def __init__(self, place: Place | str) -> None:
+        super().__init__(f"{place}: the position is another's")
+
 
 @dataclass(frozen=True, slots=True)
 class Place:
@@ -258,7 +261,7 @@ def advance(connection: Connection, held: Held, to: int, *, lease: float) -> Non
     except DataError as error:
         if getattr(driver_error(error), "sqlstate", None) != _DIVISION_BY_ZERO:
             raise
-        raise PartitionLost(f"{held.place}: the position is another's") from None
+        raise PartitionLost(held.place) from None
 
 
 def pass_over(connection: Connection, held: Held, to: int, *, lease: float) -> bool:

@@ -20,7 +20,7 @@ from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from ..observe import metrics
 from ..observe.logs import log
-from .statements import READ_ONLY, describe, repeatable
+from .statements import READ_ONLY, describe, repeatable, sqlstate
 
 # Rows per statement. Short transactions keep others from waiting.
 BATCH = 500
@@ -161,7 +161,7 @@ def one_by_one(
 
 def is_row_error(error: DBAPIError) -> bool:
     """Whether Postgres refused a particular row, because of its values or a lock, and would accept others."""
-    state = getattr(error.orig, "sqlstate", None)
+    state = sqlstate(error)
     if state is None or error.connection_invalidated or state == READ_ONLY:
         return False
     if state == "57014":  # query_canceled by statement_timeout: fewer rows may be fast enough

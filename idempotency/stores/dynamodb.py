@@ -26,15 +26,15 @@ from typing import Any
 from ..extras import extra
 from ..store.answers import Claimed, Completed, Failed, Mismatch, Renewal, error_fields
 from ..wire.keys import OperationId
-from .store import AT_ONCE, Answer, Held, StoreAway, Stored, Watch, mismatch
+from .store import AT_ONCE, Answer, StoreAway, StoreBusy, Stored, Watch, mismatch
 
-# Characters. An item ends at 400 KB, with the names and all that is in it beside the result, which is some kilobytes.
+# Characters of a result. An item has at most 400 KB, of which its names and other attributes take some kilobytes.
 ROOM = 380 * 1000
 # The attributes that a table has to know: its key, and the one by which DynamoDB deletes.
 KEY, EXPIRES = "id", "expires_at"
-# An item that changes between a look and the write is looked at again; so often in a row means that something is broken.
+# An item that changes between a look and the write is looked at again, at most so often: more means that something is broken.
 ROUNDS = 10
-# How often a watcher looks, in a lease: a holder that renews is noticed by a look, and lets the watcher go.
+# How often a watcher looks in a lease. It stops watching at the first look that shows a renewal.
 LOOKS = 6
 # Seconds until a message comes back whose watch was cut short by its time limit.
 WATCH_AGAIN = 1.0
@@ -49,7 +49,7 @@ REMOVE #result, #error, available_at
 _IS_NEW = "attribute_not_exists(id) OR expires_at < :now"
 _IS_SAME = "#state = :was AND fence = :fence AND #token = :seen_token AND renewals = :renewals"
 _IS_MINE = "#state = :started AND fence = :fence AND #token = :token"
-# Of a watch that is carried on: nobody has added to it since it was read, so that two watchers of one time count it once.
+# When a watch is carried on: nothing was added to it since it was read, so that of two simultaneous watchers only the first to end counts.
 _IS_FIRST = "(attribute_not_exists(watched_as) OR watched_as <> :mark)"
 _GOES_ON = "watched_as = :mark AND watched = :before"
 _NAMES = {"#state": "state", "#token": "token", "#result": "result", "#error": "error"}
@@ -119,7 +119,7 @@ class DynamoDBStore:
             is_mine = item["token"] == token and item["state"] == "started"
             if item["state"] == "started" and not is_mine:
                 if watch.seen != _mark(item):
-                    return Held(seen=_mark(item))
+                    return StoreBusy(seen=_mark(item))
                 if (held := self._watch(id, item, watch)) is not None:
                     return held
                 asked_at, now = time.monotonic(), time.time()
@@ -141,10 +141,8 @@ class DynamoDBStore:
         found = {}
         for each in held:
             item, done = self._update(each.id, change, _IS_MINE, values | _mine(each))
-            has_ended = (item.get("fence"), item.get("token")) == (
-                each.fence,
-                each.token,
-            )  # while the heartbeat was asking
+            # while the heartbeat was asking
+            has_ended = [item.get(name) for name in ("fence", "token")] == [each.fence, each.token]
             found[each.token] = Renewal.HELD if done else Renewal.UNKNOWN if has_ended else Renewal.LOST
         return found
 
@@ -214,7 +212,7 @@ class DynamoDBStore:
             return answer["Table"], lives, answer["ResponseMetadata"]["HTTPHeaders"].get("date", "")
         raise AssertionError("no condition was given, so none has failed")
 
-    def _watch(self, id: OperationId, item: Mapping[str, Any], watch: Watch) -> Held | None:
+    def _watch(self, id: OperationId, item: Mapping[str, Any], watch: Watch) -> StoreBusy | None:
         """None: the holder has not renewed for a whole lease, its own. Sleeps until that is known, or patience ends."""
         lease, mark, state = float(item["lease"]), _mark(item), item["state"]
         before = float(item["watched"]) if item.get("watched_as") == mark else None
@@ -224,14 +222,14 @@ class DynamoDBStore:
             watch.rest(min(left, lease / LOOKS))
             now = self._get(id)
             if not now or (_mark(now), now["state"]) != (mark, state):
-                return Held()
+                return StoreBusy()
         if (watched := (before or 0.0) + time.monotonic() - begun) >= lease:
             return None
         same = {":was": state, ":fence": item["fence"], ":seen_token": item["token"], ":renewals": item["renewals"]}
         same |= {":watched": watched, ":mark": mark} | ({} if before is None else {":before": before})
         condition = f"{_IS_SAME} AND {_IS_FIRST if before is None else _GOES_ON}"
         self._update(id, "SET watched = :watched, watched_as = :mark", condition, same)
-        return Held(WATCH_AGAIN, seen=mark)
+        return StoreBusy(WATCH_AGAIN, seen=mark)
 
     def _end(self, held: Claimed, state: str, change: str, values: dict[str, Any], keep: float) -> bool:
         values = values | _mine(held) | {":state": state, ":expires": int(time.time() + keep)}
@@ -277,7 +275,7 @@ class DynamoDBStore:
 
 def _answer(
     item: Mapping[str, Any], fingerprints: Sequence[str], token: str, now: float
-) -> Completed | Failed | Mismatch | Held | None:
+) -> Completed | Failed | Mismatch | StoreBusy | None:
     """What a claim is answered without a write; None: the item may be claimed."""
     if item["fingerprint"] not in fingerprints:
         return mismatch(item["fingerprint"])
@@ -287,7 +285,7 @@ def _answer(
         case "failed":
             return Failed(**error_fields(item["error"]))
         case "released" if item["available_at"] > now:
-            return Held(item["available_at"] - now)
+            return StoreBusy(item["available_at"] - now)
     return None
 
 

@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING, Any
 from ..store.answers import Claimed, Completed, Failed, Renewal, error_fields
 from ..wire.keys import OperationId
 from . import addresses
-from .store import AT_ONCE, Answer, Held, StoreAway, Stored, Watch, mismatch
+from .store import AT_ONCE, Answer, StoreAway, StoreBusy, Stored, Watch, mismatch
 
 if TYPE_CHECKING:
     from redis import Redis, RedisCluster
 
-# A Redis value may have 512 MB; `result_limit` is the limit that counts.
+# Characters of a result. Redis takes values of up to 512 MB; in practice `result_limit` is the limit.
 ROOM = 64 * 1024 * 1024
 
 # The fence is at least Redis' time in microseconds. It grows, too, for a key whose record has expired or was lost, without
@@ -154,7 +154,7 @@ class RedisStore:
             case "mismatch":
                 return mismatch(fields[0])
         left, holder = fields
-        return Held(max(int(left), 0) / 1000 if holder == "released" else None)
+        return StoreBusy(max(int(left), 0) / 1000 if holder == "released" else None)
 
     def renew(self, held: Sequence[Claimed], *, lease: float, keep: float) -> dict[str, Renewal]:
         verdicts = (Renewal.LOST, Renewal.HELD, Renewal.UNKNOWN)

@@ -24,10 +24,10 @@ from ..store.answers import Claimed, Completed, Failed, Mismatch, Renewal, error
 from ..store.statements import ERROR_LIMIT, describe, where
 from ..wire.delivery import Delivery
 from .runtime import StoreRuntime
-from .store import AT_ONCE, Held, StoreAway, Watch
+from .store import AT_ONCE, StoreAway, StoreBusy, Watch
 
 Body = Callable[["StoreAttempt"], Any]
-Outcome = Finished | Ended | Release | Completed | Failed | Mismatch | Held
+Outcome = Finished | Ended | Release | Completed | Failed | Mismatch | StoreBusy
 
 
 class StoreAttempt:
@@ -131,7 +131,7 @@ def run(
 ) -> Outcome:
     """Claim the operation, run its body and record the result; or answer from its record without running anything.
 
-    `patiently` asks the store for as long as the caller can wait. `Held`: another attempt has the operation, or this one has
+    `patiently` asks the store for as long as the caller can wait. `StoreBusy`: another attempt has the operation, or this one has
     lost it; nothing of it is recorded, and its message has to come again. Raises what `patiently` raises, and the exception
     that ends the process.
     """
@@ -148,7 +148,7 @@ def run(
             raise ends
         return patiently(lambda: _end(attempt, ending))
     except LeaseLost:
-        return Held()
+        return StoreBusy()
     finally:
         attempt.close()
 
@@ -157,7 +157,7 @@ def _end(attempt: StoreAttempt, ending: Ending) -> Outcome:
     try:
         return attempt.end(ending)
     except LeaseLost:
-        return Held()  # an answer: who asks patiently need not ask again
+        return StoreBusy()  # an answer: who asks patiently need not ask again
 
 
 def _release_at_once(attempt: StoreAttempt, ending: Release) -> None:

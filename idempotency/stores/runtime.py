@@ -18,7 +18,7 @@ from ..store.answers import Claimed, Completed, Failed, Mismatch, Renewal
 from ..wire import results
 from ..wire.delivery import Delivery
 from .addresses import open_store
-from .store import TIMEOUT, Answer, Held, Watch
+from .store import TIMEOUT, Answer, StoreBusy, Watch
 
 # Seconds until an attempt whose result could not be put elsewhere is made again.
 PLACE_PAUSE = 30.0
@@ -68,7 +68,7 @@ class StoreRuntime:
 
     @property
     def keep(self) -> float:
-        """How long an operation is remembered that nobody ends, in seconds: after that no message for it can come."""
+        """Seconds for which a record is kept if nothing ends it: after that no message for it can come."""
         return self.settings.redelivery_horizon
 
     def stored_result(self, result: Any) -> str:
@@ -108,5 +108,5 @@ def _count(answer: Answer, task: str) -> None:
             metrics.duplicates.labels(task).inc()
         case Mismatch():
             metrics.mismatches.labels(task).inc()
-        case Held():
+        case StoreBusy():
             metrics.busy.labels(task).inc()

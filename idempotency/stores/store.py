@@ -27,11 +27,11 @@ class StoreAway(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Held(Busy):
+class StoreBusy(Busy):
     """Another attempt holds the operation, or it is released and not due yet.
 
     `seen`: what the record looked like, for the next claim by the same message. A store without a clock needs it to tell a
-    holder that has died from one that works.
+    holder that has died from one that is at work.
     """
 
     seen: str = ""
@@ -59,7 +59,7 @@ class Watch:
     """What a claim may do to find out whether a holder is dead, where the store has no clock.
 
     `seen`: what an earlier claim by this message was answered. `rest` sleeps so many seconds, and may raise to end the waiting.
-    `patience`: how many seconds it may last; what is left of it then is for the next claim.
+    `patience`: how many seconds the watch may last; the next claim carries it on.
     """
 
     seen: str = ""
@@ -69,7 +69,7 @@ class Watch:
 
 AT_ONCE = Watch()
 
-Answer = Claimed | Completed | Failed | Mismatch | Held
+Answer = Claimed | Completed | Failed | Mismatch | StoreBusy
 
 
 def mismatch(fingerprint: str) -> Mismatch:
@@ -107,20 +107,20 @@ class Store(Protocol):
         """Claim an operation under a new fence, higher than all before it, or say why not.
 
         The same token claims the same attempt again. `fingerprints`: of the arguments, by every known rule, that of new records
-        first. `keep`: how long a record is remembered that nobody ends. Raises `UnknownVersion` for a record of newer code.
+        first. `keep`: seconds for which a record is kept if nothing ends it. Raises `UnknownVersion` for a record of newer code.
         """
 
     def renew(self, held: Sequence[Claimed], *, lease: float, keep: float) -> dict[str, Renewal]:
-        """Renew the leases of these claims. Returns what became of each, by token; unknown if it has ended meanwhile, by itself."""
+        """Renew the leases of these claims. Returns what became of each, by token: UNKNOWN if this claim itself has ended meanwhile."""
 
     def complete(self, held: Claimed, result: str, *, retention: float) -> bool:
-        """End the operation with a result, for duplicates, for so long."""
+        """End the operation with a result, which answers duplicates for `retention` seconds."""
 
     def fail(self, held: Claimed, error: str, *, retention: float) -> bool:
-        """End the operation without success, for so long; then its key is free."""
+        """End the operation as failed, for `retention` seconds; then its key is free."""
 
     def release(self, held: Claimed, *, delay: float, keep: float, give_back: bool) -> bool:
-        """Let go: the next claim succeeds after `delay`. `give_back` does not count this attempt."""
+        """Let go: the next claim succeeds after `delay` seconds. With `give_back`, this attempt is not counted."""
 
     def drop(self, id: OperationId) -> bool:
         """Forget an operation that has ended, so that its key is free. False: it has not ended, or there is none."""

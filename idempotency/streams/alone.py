@@ -37,8 +37,7 @@ def handle_alone(
     def body(attempt: Attempt) -> Any:
         nonlocal is_lost
         with exits_are_errors():
-            # as it came, also in a further round, and for `on_failed`, whatever this one makes of it; what `decode` makes may be
-            # nothing that can be copied
+            # decoded for each run: a body may change its event, `on_failed` is given it as it came, and not everything can be copied
             event = stream.event(prepared.message)
             result = stream.handler(Handling(attempt, prepared.message), event)
         crash_point("stream.run")
@@ -50,7 +49,7 @@ def handle_alone(
 
     outcome = run(runtime, prepared.delivery, policy, body)
     if is_lost:
-        raise PartitionLost(f"{prepared.message.topic}/{prepared.message.partition}: the position is another's")
+        raise PartitionLost(f"{prepared.message.topic}/{prepared.message.partition}")
     crash_point("stream.committed")
     return outcome
 

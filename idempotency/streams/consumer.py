@@ -19,7 +19,8 @@ from ..framework import Framework, framework
 from ..observe import metrics
 from ..observe.crash_points import crash_point
 from ..observe.logs import log
-from ..observe.outages import Pauses, reason
+from ..observe.outages import Pauses
+from ..observe.unreachable import reason
 from ..store import dead_letters, stream_letters, streams
 from ..store.answers import Busy, Completed, Failed, Foreign, Mismatch
 from ..store.letters import headers_text
@@ -34,14 +35,14 @@ from .reader import Reader
 from .refusing import refuse
 from .reopened import Reopened
 from .standby import Standbys
-from .together import Left, handle_together
+from .together import NotTogether, handle_together
 from .tracing import handled
 
 # Seconds that the loop waits for a first message, if there is nothing else to do.
 PATIENCE = 0.5
-# Seconds between two looks at a message that holds up its partition, also until its next attempt: whether a person has decided.
+# Seconds between two looks at a message that holds up its partition, failed or waiting for its next attempt: a person may have decided.
 STOPPED_PAUSE = 2.0
-# The longest wait, in seconds, for an attempt that another process has not ended: recovery may end it any time.
+# The longest wait, in seconds, for an attempt that another process holds: recovery may end it at any time.
 BUSY_PAUSE = 1.0
 
 
@@ -60,7 +61,7 @@ class Consumer:
         self._reader: Reader | None = None
         self._standbys = Standbys(runtime)
         self._reopened = Reopened(runtime, stream, self._policy)
-        # The partition that has begun its part of this turn, or whose error has ended the turn before.
+        # The partition whose turn it is, or whose error ended the turn before.
         self._last: Place | None = None
 
     def run(self, progressed: Callable[[], object] = lambda: None) -> None:
@@ -128,14 +129,14 @@ class Consumer:
             self._reopened.run_next()
 
     def _in_turn(self) -> list[Partition]:
-        """All partitions; that whose error has ended the turn before is the last of them, so that it keeps no other from its own."""
+        """All partitions. The one whose error ended the turn before comes last, so that it keeps no other from its turn."""
         every = self._holdings.all()
         places = [each.place for each in every]
         begin = places.index(self._last) + 1 if self._last in places else 0
         return every[begin:] + every[:begin]
 
     def _waits(self) -> list[float]:
-        """In how many seconds those go on that wait for something."""
+        """Seconds until each partition that waits for something goes on."""
         now = time.monotonic()
         return [max(each.waits_until - now, 0.0) for each in self._holdings.all() if each.at_hand]
 
@@ -177,13 +178,13 @@ class Consumer:
         try:
             with handled(self._runtime, self.stream, [each.message for each in prepared]):
                 done = handle_together(self._runtime, self.stream, self._policy, partition, prepared)
-        except Left as left:
-            begins = prepared[left.place].message.offset
-            partition.alone = range(begins, (last if left.by_nature else begins) + 1)
+        except NotTogether as refusal:
+            begins = prepared[refusal.place].message.offset
+            partition.alone = range(begins, (last if refusal.by_nature else begins) + 1)
             return
         except DBAPIError as error:
-            # refused at COMMIT, a lock that others hold, or a connection that one of the bodies has lost, by what it does or how long:
-            # each message shows by itself whether it was its own, and is counted
+            # refused at COMMIT, a lock that others hold, or a connection that a body has lost, by what it does or how long it takes:
+            # alone, each message shows whether it was the cause, and its attempts are counted
             if not error.connection_invalidated:
                 log.info("stream_batch_not_committed", stream=self.stream.name, error=describe(error))
             partition.alone = range(first, last + 1)
@@ -250,7 +251,10 @@ class Consumer:
                 raise AssertionError(f"no outcome of a stream: {outcome!r}")
 
     def _keep(self, prepared: Prepared) -> None:
-        """Add the message to the letter of what a person has cancelled. First: once the letter can be replayed, it has to have it."""
+        """Add the message to the letter of an operation that a person has cancelled.
+
+        Before the position moves: from then on the letter can be replayed, and nothing else has the message.
+        """
         id = prepared.delivery.id
         with self._runtime.autocommit(id.tenant) as connection:
             stream_letters.keep_message(connection, id, headers_text(prepared.message.kept()))
@@ -268,11 +272,11 @@ class Consumer:
         self._pass(partition, to, "failed")
 
     def _pass(self, partition: Partition, to: int, counted_as: str) -> None:
-        """Move the position beyond what has ended before."""
+        """Move the position past a message whose operation had already ended."""
         with self._runtime.autocommit() as connection:
             is_mine = streams.pass_over(connection, partition.held, to, lease=self._runtime.settings.lease)
         if not is_mine:
-            raise PartitionLost(f"{partition.place}: the position is another's")
+            raise PartitionLost(partition.place)
         partition.moved(to)
         self._count(counted_as)
 

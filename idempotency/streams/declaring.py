@@ -23,9 +23,9 @@ from .message import StreamMessage
 from .naming import Naming, naming
 from .sources import KafkaTopics, RabbitStream, Source
 
-# In front of a stream's name, where an operation has its task, and its record its queue.
+# Before a stream's name: the task of its operations, and the queue on their records.
 TASK_PREFIX = "stream."
-# Messages that one transaction handles at most: more share less, and hold their locks for longer.
+# The most messages in one transaction: more save little, and hold their locks for longer.
 BATCH = 100
 
 Handler = Callable[[Handling, Any], Any]
@@ -58,7 +58,7 @@ class Stream:
 
     @property
     def task(self) -> str:
-        """What stands for the task in the ids of its operations."""
+        """The task in the ids of its operations."""
         return TASK_PREFIX + self.name
 
     def policy(self, settings: Settings) -> Policy:

@@ -19,7 +19,7 @@ class Exited(Exception):
 
 @contextmanager
 def exits_are_errors() -> Iterator[None]:
-    """While entered, `sys.exit` is an error as any other. Raises `Exited`."""
+    """Within the block, `sys.exit` is an error like any other. Raises `Exited`."""
     try:
         yield
     except SystemExit as error:

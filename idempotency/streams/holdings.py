@@ -34,7 +34,7 @@ class Holdings:
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
-        # When the loop was last seen to go on, by the monotonic clock: one that hangs loses its partitions in the end.
+        # When the loop last began a turn, by the monotonic clock: one that hangs loses its partitions in the end.
         self.turned_at = time.monotonic()
 
     def all(self) -> list[Partition]:
@@ -78,9 +78,8 @@ class Holdings:
         return partition
 
     def _misplaced(self, held: Held) -> str:
-        return (
-            f"position {held.position} is of {held.source} of this name, and {self.stream.source.kind} is read now; "
-            f"`{framework().command} stream seek` says where to go on"
+        return until_moved(
+            f"position {held.position} is of {held.source} of this name, and {self.stream.source.kind} is read now"
         )
 
     def begin(self, partition: Partition, position: int) -> bool:
@@ -198,3 +197,8 @@ class Holdings:
             # its fence moves only in the loop's own thread, when that asks again
             if before not in mine and partition.held.fence == before.fence:
                 self.lose(partition)
+
+
+def until_moved(why: str) -> str:
+    """Why a partition has stopped, for people, if it goes on only once one of them has moved its position."""
+    return f"{why}; say with `{framework().command} stream seek` where to go on"

@@ -9,9 +9,9 @@ from ..hosts import Allowed, is_loopback
 from ..settings import Settings
 from .sources import KafkaTopics
 
-# Seconds that a body may take longer than a lease is renewed, before the group counts its process as gone.
+# Seconds beyond the longest time for which a lease is renewed, until the group counts a process as gone.
 POLL_MARGIN = 60.0
-# librdkafka's name for "begin where the group's offset says", which is never used; so a fetch without a position is an error.
+# Fixed. `auto.offset.reset`: each partition is read from its position in Postgres, so an offset that the broker does not have is an error.
 _SAFE = {
     "enable.auto.commit": "false",
     "enable.auto.offset.store": "false",
@@ -20,7 +20,7 @@ _SAFE = {
     "partition.assignment.strategy": "cooperative-sticky",
     "enable.partition.eof": "false",
 }
-# Of members of a group alone: another client warns of them.
+# Only of members of a group: another client warns of them.
 _OF_MEMBERS = ("group.id", "max.poll.interval.ms", "session.timeout.ms", "heartbeat.interval.ms")
 
 
@@ -32,7 +32,7 @@ def configuration(source: KafkaTopics, settings: Settings, *, name: str, instanc
     if not given.get("bootstrap.servers"):
         raise SettingsError("idempotency_kafka_servers: not set, and a stream of this application is of Kafka")
     if fixed := sorted(option for option in given if option in _SAFE or option in ("group.id", "group.instance.id")):
-        raise SettingsError(f"idempotency_kafka_options: {fixed[0]} is not yours to choose")
+        raise SettingsError(f"idempotency_kafka_options: {fixed[0]} is fixed, because positions are in Postgres")
     _check_encrypted(given, settings)
     group = source.group or f"{_without_dots(settings.service)}.{_without_dots(name)}"
     longest = int((settings.longest_run + POLL_MARGIN) * 1000)

@@ -15,15 +15,14 @@ from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from ..errors import BrokerUnavailable, SettingsError
 from ..extras import extra
-from ..framework import framework
 from ..observe.crash_points import crash_point
 from ..observe.logs import log
 from ..store.statements import is_news
-from .holdings import At, Holdings
+from .holdings import At, Holdings, until_moved
 from .kafka_options import configuration
 from .message import StreamMessage
 from .partition import Partition
-from .reader import AHEAD
+from .reader import AHEAD, OVERTAKEN
 from .sources import KafkaTopics
 
 # Seconds for one question to the broker.
@@ -244,9 +243,9 @@ class KafkaReader:
         log.warning("stream_kafka_error", place=f"{at[0]}/{at[1]}", error=error.name())
 
     def _stop_refused(self) -> None:
-        """Say why these go no further. The broker says it once; so what Postgres does not take now is said again.
+        """Stop these. The broker tells it once, so what Postgres does not take now is tried again.
 
-        What is at hand comes first, however long it waits: it is before what the broker does not have.
+        The messages at hand come first, however long they wait: they are before what the broker does not have.
         """
         for at in sorted(self._refused_at):
             if (partition := self._holdings.get(at)) is not None:
@@ -259,17 +258,13 @@ class KafkaReader:
         try:
             low, high = self._watermarks(at)
             there = f"and Kafka has the offsets {low} to {high}"
-            why = (
-                "retention has overtaken it, and messages are gone"
-                if partition.position < low
-                else "the topic was made anew"
-            )
+            why = OVERTAKEN if partition.position < low else "the topic was recreated"
         except BrokerUnavailable:
             there, why = "which Kafka does not have", "messages are gone"
-        return f"position {partition.position}, {there}: {why}; `{framework().command} stream seek` says where to go on"
+        return until_moved(f"position {partition.position}, {there}: {why}")
 
     def _noted(self, error: Any) -> None:
-        """librdkafka says what it goes on trying to put right, and what it cannot."""
+        """librdkafka tells of errors that it goes on trying to mend, and of fatal ones."""
         if error.fatal():
             self._failed = error
 
@@ -308,7 +303,7 @@ class KafkaReader:
         for at in sorted(self._assigned):
             self._holdings.give_up(at)
         self._assigned.clear()
-        # it waits for the group, which may be forming anew or gone; what counts is given up by now
+        # it waits for the group, which may be rebalancing or gone; the partitions themselves are given up by now
         closing = threading.Thread(target=self._consumer.close, name="stream-kafka-close", daemon=True)
         closing.start()
         closing.join(ANSWER)

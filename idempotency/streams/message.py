@@ -16,9 +16,9 @@ from ..wire import keys
 from ..wire.headers import KEY_HEADER
 from ..wire.limits import BODY_LIMIT, beyond_limits
 
-# Of a value beyond a limit, the bytes that its dead letter keeps.
+# How many bytes of a value beyond a limit its dead letter keeps.
 VALUE_KEPT = 64 * 1024
-# The member of a letter's headers that has the message.
+# The name under which a letter's headers keep the message.
 KEPT = "stream-message"
 
 
@@ -80,7 +80,7 @@ class StreamMessage:
     def digest(self, place: Place) -> str:
         """Identifies the message among all, for its dead letter: the application, which a rename replaces, and a hash.
 
-        With the content: of a topic that was made anew, the offsets come again.
+        The content is part of it, because a topic that was recreated has the same offsets again.
         """
         named = ["stream", place.consumer, self.topic, self.partition, self.offset, self.timestamp]
         headers = [[name, _as_json(each)] for name, each in self.headers]
@@ -108,7 +108,10 @@ def from_kept(headers: str) -> StreamMessage:
 
 
 def _as_json(value: Any) -> Any:
-    """Bytes as text where they are UTF-8 without NUL, which Postgres refuses; otherwise as base64. What else headers of AMQP may have."""
+    """A value as JSON: bytes as text if they are UTF-8 without NUL, which Postgres refuses, else as base64.
+
+    The other types are those that headers of AMQP may have.
+    """
     if isinstance(value, datetime):
         return {"datetime": value.isoformat()}
     if isinstance(value, Decimal):

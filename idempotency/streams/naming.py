@@ -33,7 +33,7 @@ def naming(pattern: str, what: str) -> Naming:
         if field is None:
             continue
         if spec or conversion or (found := _FIELD.fullmatch(field)) is None:
-            raise SettingsError(f"{what} {pattern!r}: only event[…], header[…] and key, got {field!r}")
+            raise SettingsError(f"{what} {pattern!r}: must be made of event[…], header[…] and key, got {field!r}")
         path = (found[1] or "key", *_PART.findall(found[2] or ""))
         name = f"{path[0]}_{len(paths)}" if (name := re.sub(r"\W", "_", "_".join(path))) in paths else name
         paths[name] = path

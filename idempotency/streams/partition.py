@@ -1,4 +1,4 @@
-"""One partition in this process: how far it is, what is at hand of it, and what it waits for."""
+"""One partition in this process: its position, the messages at hand, and what it waits for."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ class Partition:
     """A partition that this process holds."""
 
     held: Held
-    # What has come and is not handled, in order.
+    # Messages that have come and are not handled yet, in order.
     at_hand: deque[StreamMessage] = field(default_factory=deque)
-    # Nothing is done before this time, by the monotonic clock; `pause` has what the next wait lasts.
+    # Nothing is done before this time, by the monotonic clock.
     waits_until: float = 0.0
-    # When the first message's next attempt is due, by the same clock: before, it is only looked whether a person has decided.
+    # When the first message's next attempt is due, by the same clock. Until then, only whether a person has decided is looked at.
     due_at: float = 0.0
     # Messages of these offsets are handled one by one, each in a transaction of its own.
     alone: range = range(0)
-    # So are the next ones, this many: the process that had them before may have died of one, and only alone is that counted.
+    # So are this many of the next ones: the process that had them may have died of one, and only alone are attempts counted.
     suspected: int = 0
     # Whether another process, or a person, has the partition now.
     is_lost: bool = False
     # Whether a commit had no answer: where the partition is has to be read again before anything else.
     is_in_doubt: bool = False
-    # Why it goes no further, as it was stored.
+    # Why it has stopped, as stored.
     stopped: str | None = None
     # The stream's end: the offset of the next message that will be published, as far as is known.
     end: int | None = None
@@ -51,7 +51,7 @@ class Partition:
         return bool(self.at_hand or self.is_in_doubt) and not self.is_lost and time.monotonic() >= self.waits_until
 
     def add(self, messages: Sequence[StreamMessage]) -> None:
-        """Take what has come. What was handled, or is at hand, is left out: a broker may begin earlier."""
+        """Add messages that have come. Those handled or at hand are left out: a broker may begin earlier than asked."""
         for each in messages:
             if each.offset >= self.position and not (self.at_hand and each.offset <= self.at_hand[-1].offset):
                 self.at_hand.append(each)
@@ -61,11 +61,11 @@ class Partition:
         return self.suspected > 0 or offset in self.alone
 
     def wait(self, seconds: float) -> None:
-        """Do nothing for so long; other partitions go on."""
+        """Do nothing for so many seconds; other partitions go on."""
         self.waits_until = time.monotonic() + seconds
 
     def wait_for_attempt(self, seconds: float, *, look: float) -> None:
-        """Leave the first message alone for so long, but for a look after `look` seconds; other partitions go on."""
+        """Leave the first message alone for so many seconds, with a look after `look` seconds; other partitions go on."""
         self.due_at = time.monotonic() + seconds
         self.wait(min(seconds, look))
 

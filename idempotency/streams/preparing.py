@@ -1,4 +1,4 @@
-"""What a message is for, before anything is done about it: an operation with its event, or a reason to refuse it."""
+"""What a message is for, before anything is done with it: an operation with its event, or a reason to refuse it."""
 
 from __future__ import annotations
 

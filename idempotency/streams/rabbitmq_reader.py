@@ -21,22 +21,21 @@ from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from ..broker.channel import BROKER_ERRORS, connect
 from ..errors import BrokerUnavailable, SettingsError
-from ..framework import framework
 from ..observe.crash_points import crash_point
 from ..observe.logs import log
-from ..observe.outages import reason
+from ..observe.unreachable import reason
 from ..wire.arriving import bound_what_arrives
-from .holdings import At, Holdings
+from .holdings import At, Holdings, until_moved
 from .message import StreamMessage
 from .partition import Partition
-from .reader import AHEAD
+from .reader import AHEAD, OVERTAKEN
 from .sharing import leave, shares
 from .sources import RabbitStream
 
 OFFSET_HEADER = "x-stream-offset"
-# What its channel calls the one consumer that it has.
+# The consumer tag: each channel has one consumer.
 TAG = "position"
-# Looks at how partitions are divided, in each time of a lease.
+# How often in a lease it is looked at how partitions are divided.
 LOOKS = 12
 # Seconds: the longest pause between two looks.
 LONGEST_PAUSE = 5.0
@@ -46,8 +45,6 @@ CONNECT_TIMEOUT = 5.0
 ANCHOR_PATIENCE, END_PATIENCE = 3.0, 1.0
 # Seconds without a message after which the last one that has come is the last one there is.
 QUIET = 0.25
-
-
 # What the broker refuses of one queue, while others go on.
 REFUSED = (NotFound, AccessRefused, PreconditionFailed, ResourceLocked)
 
@@ -62,7 +59,7 @@ class Subscription:
         # The offset of the last message that came; None before the first.
         self.last: int | None = None
         self.asked_at = time.monotonic()
-        # Of messages that are not handled: what the broker calls their deliveries, by offset.
+        # The delivery tags of messages that are not handled yet, by offset.
         self.tags: dict[int, int] = {}
 
 
@@ -144,7 +141,7 @@ class RabbitReader:
         try:
             if (end := self._end_of(queue)) is not None:
                 return end
-            with self._broker.channel() as channel:  # it counts every five seconds
+            with self._broker.channel() as channel:  # the broker counts only every five seconds
                 _, many, _ = channel.queue_declare(queue, passive=True)
         except NotFound:
             return None
@@ -239,8 +236,8 @@ class RabbitReader:
                 return True
             where = f"position {partition.position}, and the next message that RabbitMQ has is {offset}"
             is_new = offset < partition.position
-            why = "the stream was made anew" if is_new else "retention has overtaken it, and messages are gone"
-            self._stop(at, partition, f"{where}: {why}; `{framework().command} stream seek` says where to go on")
+            why = "the stream was recreated" if is_new else OVERTAKEN
+            self._stop(at, partition, until_moved(f"{where}: {why}"))
             return False
         if offset == last + 1 or last == anchor:
             return True
@@ -263,12 +260,8 @@ class RabbitReader:
             self._unsubscribe(at)
             self._subscribe(at, partition, after=subscription.anchor)
         elif end < partition.position:
-            self._stop(
-                at,
-                partition,
-                f"position {partition.position}, and the stream of RabbitMQ ends at {end}: it was made anew; "
-                f"`{framework().command} stream seek` says where to go on",
-            )
+            why = f"position {partition.position}, and the stream of RabbitMQ ends at {end}: it was recreated"
+            self._stop(at, partition, until_moved(why))
 
     def _end_of(self, queue: str, *, is_wanted: Callable[[], bool] = lambda: True) -> int | None:
         """The offset after the last message that a stream has, or had a moment ago; None: none has come."""
@@ -333,8 +326,8 @@ def _refusal(queue: str, error: Exception) -> str:
     if isinstance(error, AccessRefused):
         return f"RabbitMQ refuses {queue!r}: its user has no right to read it"
     if isinstance(error, ResourceLocked):
-        return f"RabbitMQ refuses {queue!r}: another connection has it for itself alone"
-    return f"RabbitMQ refuses {queue!r}: it is no stream, or reads no offsets"
+        return f"RabbitMQ refuses {queue!r}: another connection uses it exclusively"
+    return f"RabbitMQ refuses {queue!r}: it is not a stream, or does not know offsets"
 
 
 def _require_amqp(broker: BrokerConnection) -> None:

@@ -6,8 +6,10 @@ from typing import Protocol
 
 from .partition import Partition
 
-# Of a stream's `batch`, how much of a partition is at hand before no more of it is asked for.
+# Batches of a partition that are at hand before no more of it is asked for.
 AHEAD = 2
+# Why a partition stops.
+OVERTAKEN = "retention has overtaken it, and messages are gone"
 
 
 class Reader(Protocol):
@@ -23,7 +25,7 @@ class Reader(Protocol):
         """
 
     def moved(self, partition: Partition) -> None:
-        """The position is committed: tell the broker, for whoever looks there."""
+        """The position is committed: tell the broker, for tools that look there."""
 
     def lost(self, partition: Partition) -> None:
         """Another process, or a person, has the partition: read it no longer, unless it can be taken again."""

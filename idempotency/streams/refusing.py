@@ -1,4 +1,4 @@
-"""The dead letters of messages that are no operation, or that of another one: their letter and the position are one commit."""
+"""Dead letters of messages that name no operation, or that of another message: the letter and the position are one commit."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _check_owner(connection: Connection, partition: Partition) -> None:
     """Raise `PartitionLost` if the partition is another's: its letter is that one's to store."""
     row = streams.lock(connection, partition.place)
     if row is None or row.fence != partition.held.fence:
-        raise PartitionLost(f"{partition.place}: the position is another's")
+        raise PartitionLost(partition.place)
 
 
 def _letter(

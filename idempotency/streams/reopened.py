@@ -18,7 +18,7 @@ from .declaring import Stream
 from .message import from_kept
 from .preparing import Prepared, Refused, prepare
 
-# Seconds between two looks, and how many one finds.
+# Seconds between two looks, and how many operations one look finds.
 PAUSE, LIMIT = 3.0, 50
 
 
@@ -55,7 +55,7 @@ class Reopened:
         self._look_at = time.monotonic() + PAUSE
         task, service = self._stream.task, self._runtime.settings.service
         with self._runtime.autocommit(*self.tenants) as connection:
-            # beyond those that are there each time
+            # those that cannot be run are found each time, too
             rows = stream_letters.reopened(connection, service, task, limit=LIMIT + len(self._unreadable))
         for row in rows:
             id = OperationId(row.tenant, task, row.key)

@@ -1,6 +1,6 @@
 """Dividing a consumer's partitions among its processes, where the broker has no groups: by leases in Postgres.
 
-Each process says that it is there; all see the same list, and so the same shares. A process gives up what is above its share,
+Each process registers as a member; all see the same list, and so compute the same shares. A process gives up what is above its share,
 and takes what is free, or whose owner is dead or silent for a lease, up to it.
 """
 
@@ -55,7 +55,7 @@ def shares(holdings: Holdings, every: Sequence[At]) -> Shares:
 
 
 def leave(holdings: Holdings) -> None:
-    """Say that this process is not there any more. Raises SQLAlchemy's errors."""
+    """Remove this process from the members. Raises SQLAlchemy's errors."""
     runtime = holdings.runtime
     with runtime.autocommit() as connection:
         streams.leave(connection, runtime.settings.service, holdings.stream.name, [runtime.holder])

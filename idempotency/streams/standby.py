@@ -1,7 +1,7 @@
 """Waiting while Postgres' standby is behind, so that a failover loses no more than a setting allows.
 
 Postgres measures a lag when something is replayed, so a standby that replays nothing seems to be where it was. Hence the second
-measure: how long ago this process has seen the log end where the standby is not yet.
+measure: how long ago this process saw the log reach a point that the standby has not replayed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Standbys:
         self._limit = runtime.settings.stream_standby_lag
         self._looked_at = float("-inf")
         self._found: str | None = None
-        # When the log ended where, as far as that is not replayed, the oldest first.
+        # Times, and where the log ended then, of what is not replayed yet; the oldest first.
         self._written: deque[tuple[float, int]] = deque()
 
     def behind(self) -> str | None:

@@ -25,11 +25,11 @@ from .handling import Handling
 from .partition import Partition
 from .preparing import Prepared
 
-# Of a lease, the part in which bodies that share a transaction are begun: then it is committed.
+# The part of a lease in which bodies that share a transaction are begun; then it is committed.
 SHARE_OF_LEASE = 1 / 3
 
 
-class Left(Exception):
+class NotTogether(Exception):
     """A message that cannot stay in the transaction: its place, and whether its body needs one of its own by what it does."""
 
     def __init__(self, place: int, *, by_nature: bool) -> None:
@@ -65,7 +65,7 @@ def handle_together(
 ) -> Committed:
     """Handle these messages, which may share a transaction, or the first of them if they take long.
 
-    Raises `Left` and `PartitionLost`, after which nothing is committed; and SQLAlchemy's errors, after which all may be.
+    Raises `NotTogether` and `PartitionLost`, after which nothing is committed; and SQLAlchemy's errors, after which all may be.
     """
     settings, tenant = runtime.settings, prepared[0].delivery.id.tenant
     until = time.monotonic() + settings.lease * SHARE_OF_LEASE
@@ -80,7 +80,7 @@ def handle_together(
             for place, each in enumerate(prepared):
                 key = each.delivery.id.key
                 if known.get(key) is False:
-                    raise Left(place, by_nature=False)
+                    raise NotTogether(place, by_nature=False)
                 if key not in known and key not in done:
                     done[key] = each, _run(runtime, stream, policy, connection, place, each)
                 many = place + 1
@@ -100,7 +100,7 @@ def handle_together(
 def _run(
     runtime: Runtime, stream: Stream, policy: Policy, connection: Connection, place: int, prepared: Prepared
 ) -> str:
-    """Run the body of one message; returns its result as text. Raises `Left`."""
+    """Run the body of one message; returns its result as text. Raises `NotTogether`."""
     attempt = UnclaimedAttempt(runtime, prepared, policy)
     try:
         _, stored = run_within(
@@ -112,8 +112,8 @@ def _run(
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # SystemExit, too: it is the handler's, and ends no process
-        # an error of the connection's is no fault of the message, but which one it was shows when each has its own
-        raise Left(place, by_nature=attempt.stopped) from error
+        # also for an error of the connection: with a transaction of its own, each message shows whether it was the cause
+        raise NotTogether(place, by_nature=attempt.stopped) from error
     return stored
 
 
@@ -124,7 +124,7 @@ def _record(
     done: dict[str, tuple[Prepared, str]],
     prepared: Sequence[Prepared],
 ) -> None:
-    """Write the records of these operations. Raises `Left` with the first that something else has begun meanwhile."""
+    """Write the records of these operations. Raises `NotTogether` with the first that something else has begun meanwhile."""
     if not done:
         return
     settings = runtime.settings
@@ -138,4 +138,4 @@ def _record(
         lease=settings.lease,
     )
     if missing := done.keys() - recorded:
-        raise Left(min(prepared.index(done[key][0]) for key in missing), by_nature=False)
+        raise NotTogether(min(prepared.index(done[key][0]) for key in missing), by_nature=False)

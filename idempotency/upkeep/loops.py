@@ -14,7 +14,8 @@ from sqlalchemy.exc import OperationalError
 from ..application import runtime_of
 from ..letters.consumer import DeadLetterConsumer
 from ..observe.logs import log
-from ..observe.outages import Pauses, reason
+from ..observe.outages import Pauses
+from ..observe.unreachable import reason
 from ..relay.relay import Relay
 from ..relay.resend import resend_lost
 from ..store.statements import is_news

@@ -29,7 +29,7 @@ from ..store import schema
 from . import approvals, bulk, doubts, failures, flow, letters, live, operations, sagas, tenants
 from .access import Sessions
 from .desk import Desk
-from .guard import PLAIN, Guard, Place
+from .gate import PLAIN, Gate, Place
 from .login import Login
 from .sessions import routes as of_sessions
 from .shown import environment, page
@@ -73,7 +73,7 @@ def create_app(celery: Celery, *, host: str = "127.0.0.1", port: int = 8500, tok
         routes=_routes(),
         lifespan=lifespan,
         middleware=[
-            Middleware(Guard, place=place, sessions=sessions, logs_in=logs_in),
+            Middleware(Gate, place=place, sessions=sessions, logs_in=logs_in),
             Middleware(Failures),
             Middleware(Crowd),
         ],
@@ -118,7 +118,7 @@ class Crowd:
 
 
 class Failures:
-    """Answers for a page that fails, within the guard: Starlette would answer outside of it, and have the server log what failed."""
+    """Answers for a page that fails, within the gate: Starlette would answer outside of it, and have the server log what failed."""
 
     def __init__(self, app: Application) -> None:
         self._app = app

@@ -22,7 +22,7 @@ from ..store.overview import TIMEOUT, Snapshot
 from ..upkeep.overview import ask_broker
 from ..wire.keys import OperationId
 from .access import Sessions, Visitor
-from .guard import Place
+from .gate import Place
 from .login import Login
 
 T = TypeVar("T")
@@ -136,13 +136,13 @@ def desk_of(request: Request) -> Desk:
 
 
 def visitor_of(request: Request) -> Visitor:
-    """Who asks; the guard has let them pass."""
+    """Who asks; the gate has let them pass."""
     visitor: Visitor = request.state.visitor
     return visitor
 
 
 def form_of(request: Request) -> dict[str, str]:
-    """The fields of a form, which the guard has read."""
+    """The fields of a form, which the gate has read."""
     form: dict[str, str] = request.state.form
     return form
 

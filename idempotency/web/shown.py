@@ -15,7 +15,6 @@ from urllib.parse import urlencode
 from uuid import uuid4
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 
@@ -168,11 +167,6 @@ def render(request: Request, template: str, **values: Any) -> str:
     found: str = request.app.state.templates.get_template(template).render(given | values)
     # half a pair of surrogates, which JSON may have and UTF-8 has not
     return found.encode("utf-8", "backslashreplace").decode()
-
-
-def fragment(request: Request, template: str, **values: Any) -> Markup:
-    """A part of a page, as text that is escaped already."""
-    return Markup(render(request, template, **values))  # noqa: S704
 
 
 def done(request: Request, path: str, text: str) -> Response:

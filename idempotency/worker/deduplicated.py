@@ -1,6 +1,6 @@
 """DeduplicatedTask: a task whose record is in a store, apart from its effects. docs/stores.md says what that gives up.
 
-What Celery sees decides whether the message is acknowledged, so this is all that ever leaves the wrapper here:
+What Celery is told decides whether the message is acknowledged, so this is all that ever leaves the wrapper here:
 
     a value, or an exception of the body     the record is completed, or failed: acknowledged
     Retry                                    released, or held by another attempt, or the store does not answer: a copy of the
@@ -38,7 +38,7 @@ from ..store.answers import Completed, Failed, Mismatch
 from ..store.statements import describe, leave_out_values
 from ..stores.run import Outcome, StoreAttempt, run
 from ..stores.runtime import StoreRuntime
-from ..stores.store import Held, Watch
+from ..stores.store import StoreBusy, Watch
 from ..wire import keys
 from ..wire.delivery import Delivery
 from ..wire.headers import FINGERPRINT_HEADER, KEY_HEADER, SEEN_HEADER, TENANT_HEADER, senders_headers
@@ -192,19 +192,19 @@ class DeduplicatedTask(Without, RetriedTask[P, R_co], Generic[P, R_co]):
             log.exception("rejected", task=self.name, task_id=request.id)
             raise Reject(describe(error), requeue=False) from error
         try:
-            seen = self._seen(delivery)
+            told = self._told(delivery)
         except Exception as error:
             if request.is_eager:
                 raise
             log.exception("not_decided", task=self.name, task_id=request.id)
-            seen = Later(PUT_BACK, describe(error))  # no defect of the message's, which may be claimed by now
-        if isinstance(seen, Later):
-            raise put_off(self, delivery, seen)
-        if isinstance(seen, BaseException):
+            told = Later(PUT_BACK, describe(error))  # no defect of the message's, which may be claimed by now
+        if isinstance(told, Later):
+            raise put_off(self, delivery, told)
+        if isinstance(told, BaseException):
             if not request.is_eager:  # Celery logs it, and sends it to Flower and to a result backend
-                leave_out_values(getattr(seen, "exc", None) or seen)
-            raise retried(self, delivery, seen) if isinstance(seen, Retry) else seen
-        return cast(R_co, seen)
+                leave_out_values(getattr(told, "exc", None) or told)
+            raise retried(self, delivery, told) if isinstance(told, Retry) else told
+        return cast(R_co, told)
 
     def _delivery(self) -> Delivery:
         """The message at hand. Raises `CallRefused` if it names no operation."""
@@ -223,8 +223,8 @@ class DeduplicatedTask(Without, RetriedTask[P, R_co], Generic[P, R_co]):
             is_eager=bool(request.is_eager),
         )
 
-    def _seen(self, delivery: Delivery) -> Any:
-        """What Celery sees of a delivery: a value, an exception, or `Later`."""
+    def _told(self, delivery: Delivery) -> Any:
+        """What Celery is told of a delivery: a value, an exception, or `Later`."""
         try:
             outcome = self._run(delivery)
         except (Unanswered, UnknownVersion) as unanswered:  # a worker of newer code takes what this one does not know
@@ -244,7 +244,7 @@ class DeduplicatedTask(Without, RetriedTask[P, R_co], Generic[P, R_co]):
             case Mismatch():
                 log.warning(FingerprintMismatch.code, task=self.name, key=delivery.id.key)
                 return FingerprintMismatch(f"{self.name}: this idempotency key was used with other arguments")
-            case Held(due_in=due_in, seen=mark):
+            case StoreBusy(due_in=due_in, seen=mark):
                 if delivery.is_eager:
                     return OperationBusy(f"{self.name}: another attempt holds this operation")
                 return Later(
@@ -271,7 +271,7 @@ class DeduplicatedTask(Without, RetriedTask[P, R_co], Generic[P, R_co]):
                 request.attempt = None
             if not delivery.is_eager:
                 return outcome
-            if isinstance(outcome, Held) and outcome.seen and not seen:
+            if isinstance(outcome, StoreBusy) and outcome.seen and not seen:
                 seen = outcome.seen  # no message comes back that could be told: watch the holder now
             elif not isinstance(outcome, Release):
                 return outcome

@@ -425,6 +425,11 @@ def test_a_replacement_that_cannot_be_sent_after_the_commit_stays_owed(
 
     task = make_task(configured, body)
     configured.conf.broker_write_url = "amqp://127.0.0.1:9//"  # where no broker is
+    configured.conf.broker_transport_options = {
+        **configured.conf.broker_transport_options,
+        "max_retries": 1,
+        "interval_start": 0,
+    }
     monkeypatch.setattr(configured.amqp, "_producer_pool", None)
     assert deliveries.deliver(task, key="k").state == "IGNORED"
     assert record("k").status == "completed"

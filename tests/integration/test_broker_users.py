@@ -31,7 +31,7 @@ from idempotency.broker.channel import declare_queues
 from idempotency.checks.findings import Level
 from idempotency.checks.redis import check_redis
 from idempotency.letters.consumer import DeadLetterConsumer
-from idempotency.observe.outages import reason
+from idempotency.observe.unreachable import reason
 from idempotency.queues import dead_letter_queues
 from idempotency.relay.relay import Relay
 from idempotency.store.overview import Snapshot

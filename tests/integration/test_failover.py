@@ -36,7 +36,7 @@ from idempotency.wire.keys import OperationId
 from idempotency.wire.message import Message
 from services import cluster
 from services.cluster_postgres import PostgresPair
-from services.cluster_redis import PRIMARY, RedisTrio
+from services.cluster_redis import PRIMARY, SentinelSet
 from tests.support import bank as bank_module
 from tests.support.deliveries import Deliveries
 from tests.support.failover import fail_over, fixture_database, fixture_pair, fixture_template  # noqa: F401
@@ -172,13 +172,13 @@ def test_hosts_of_different_clusters_are_refused(pair: PostgresPair, servers: se
 
 
 @pytest.fixture(scope="module")
-def trio() -> Iterator[RedisTrio]:
+def trio() -> Iterator[SentinelSet]:
     with cluster.running(needs=("redis",)) as running:
         yield running.redis
 
 
 @pytest.fixture
-def hints(trio: RedisTrio) -> Hints:
+def hints(trio: SentinelSet) -> Hints:
     return Hints(trio.url, owner=uuid4().hex, lease=60, timeout=1.0, pause=0.0)
 
 
@@ -188,7 +188,7 @@ def works(hints: Hints) -> bool:
     return hints.take(id, "a" * 32, fingerprint) is Hint.FREE and hints.take(id, "b" * 32, fingerprint) is Hint.HELD
 
 
-def test_hints_follow_the_primary_and_the_doctor_counts_the_sentinels(trio: RedisTrio, hints: Hints) -> None:
+def test_hints_follow_the_primary_and_the_doctor_counts_the_sentinels(trio: SentinelSet, hints: Hints) -> None:
     settings = Settings.read({"database_url": "postgresql+psycopg://127.0.0.1/shop", "redis_url": trio.url})
     assert settings.redis_url is not None
     assert "redis sentinels: 3, of which 2 must agree; 1 replicas" in map(str, check_redis(settings.redis_url))
@@ -214,7 +214,7 @@ def test_hints_follow_the_primary_and_the_doctor_counts_the_sentinels(trio: Redi
         each.start()
 
 
-def test_hints_come_back_after_the_primary_was_killed(trio: RedisTrio, hints: Hints) -> None:
+def test_hints_come_back_after_the_primary_was_killed(trio: SentinelSet, hints: Hints) -> None:
     assert works(hints)
     former = trio.primary
     former.kill()

@@ -22,6 +22,7 @@ from sqlalchemy import Engine, make_url, text
 from idempotency import OperationId
 from idempotency.relay.relay import Relay
 from idempotency.wire import keys
+from services.server import free_port
 from tests.support import bank as bank_module
 from tests.support import operations as op
 from tests.support.deliveries import Deliveries
@@ -30,12 +31,6 @@ from tests.support.processes import Processes, eventually
 from tests.support.tasks import enqueued
 
 COMMAND = [sys.executable, "-m", "idempotency.cli", "metrics", "--port"]
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 @contextmanager

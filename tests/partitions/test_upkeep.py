@@ -363,4 +363,4 @@ def test_without_its_comment_they_are_as_long_as_those_that_were_made(connection
     connection.exec_driver_sql(f"COMMENT ON SCHEMA {PARTITIONS} IS NULL")
     assert (found(connection).width, found(connection).is_told) == (width, False)
     drop_all_but_default(connection)
-    assert found(connection).width == periods.OTHERWISE
+    assert found(connection).width == periods.DEFAULT_WIDTH

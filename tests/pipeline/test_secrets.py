@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -16,6 +15,7 @@ import pytest
 import redis
 from sqlalchemy import Engine, make_url, text
 
+from services.server import free_port
 from tests.support.alert_receiver import Receiver, receiving
 from tests.support.processes import eventually
 
@@ -59,11 +59,6 @@ def operator(environment: Mapping[str, str], what: str) -> str:
         env=environment, input=ROW, capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     return done.stdout + done.stderr
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return int(free.getsockname()[1])
 
 
 def command_lines() -> str:

@@ -13,7 +13,7 @@ from sqlalchemy.exc import DBAPIError
 from idempotency.store import claims, ends, operations
 from idempotency.store.answers import Busy, Changed, Claimed, Foreign, Renewal, Stale, error_fields
 from idempotency.store.ends import FailedEnd
-from idempotency.stores.store import AT_ONCE, Answer, Held, Stored, Watch
+from idempotency.stores.store import AT_ONCE, Answer, StoreBusy, Stored, Watch
 from idempotency.wire.keys import OperationId
 from tests.support.operations import MESSAGE, SERVICE
 
@@ -52,7 +52,7 @@ class PostgresStore:
                     lease=lease,
                 )
             if isinstance(answer, Busy):
-                return Held(answer.due_in)
+                return StoreBusy(answer.due_in)
             assert not isinstance(answer, Foreign | Stale)
             if not isinstance(answer, Changed):
                 return answer

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 from uuid import uuid4
@@ -14,7 +15,7 @@ from idempotency.store import purge
 from idempotency.store.answers import Claimed, error_text
 from idempotency.stores.dynamodb import DynamoDBStore
 from idempotency.stores.redis import RedisStore
-from idempotency.stores.store import Answer, Held, Store, Watch
+from idempotency.stores.store import Answer, Store, StoreBusy, Watch
 from idempotency.wire.keys import OperationId
 from tests.stores.postgres import PostgresStore
 from tests.support.operations import SERVICE, age
@@ -62,6 +63,7 @@ class Scene:
         holder: str = "host|1",
         seen: str = "",
         patience: float = math.inf,
+        rest: Callable[[float], object] = time.sleep,
     ) -> Answer:
         return self.store.claim(
             id,
@@ -70,13 +72,13 @@ class Scene:
             holder=holder,
             lease=lease,
             keep=KEEP,
-            watch=Watch(seen, patience=patience),
+            watch=Watch(seen, rest, patience),
         )
 
     def claim_again(self, id: OperationId, **options: Any) -> Answer:
         """Claim as a message that comes back: if the operation is held, once more with what was seen."""
         answer = self.claim(id, **options)
-        return self.claim(id, seen=answer.seen, **options) if isinstance(answer, Held) and answer.seen else answer
+        return self.claim(id, seen=answer.seen, **options) if isinstance(answer, StoreBusy) and answer.seen else answer
 
     def started(self, id: OperationId | None = None, **options: Any) -> Claimed:
         answer = self.claim(id or new_id(), **options)

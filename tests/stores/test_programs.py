@@ -13,7 +13,7 @@ from hypothesis.database import DirectoryBasedExampleDatabase
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
 from idempotency.store.answers import Claimed, Completed, Failed, Mismatch, Renewal
-from idempotency.stores.store import Held
+from idempotency.stores.store import StoreBusy
 from idempotency.wire.keys import OperationId
 from tests.stores.promises import STORES, promise
 from tests.stores.scene import ERROR, KEEP, LEASE, RETENTION, Scene, new_id
@@ -74,7 +74,7 @@ class Programs(RuleBasedStateMachine):
     def claim(self, key: int, fingerprint: str, comes_back: bool) -> None:
         expected, id = self.expected[key], self.ids[key]
         answer = self.scene.claim(id, fingerprint=fingerprint)
-        if isinstance(answer, Held) and answer.seen and (comes_back or not expected.is_waiting):
+        if isinstance(answer, StoreBusy) and answer.seen and (comes_back or not expected.is_waiting):
             # In a store without a clock, who looks once learns no more than that there is a holder. One that lives renews.
             if expected.is_waiting:
                 self.renew_holder(expected)
@@ -84,7 +84,7 @@ class Programs(RuleBasedStateMachine):
                 assert isinstance(answer, Claimed), (answer, expected)
                 self.granted(key, answer, fingerprint)
             case "held":
-                assert isinstance(answer, Held), (answer, expected)
+                assert isinstance(answer, StoreBusy), (answer, expected)
             case "mismatch":
                 assert answer == Mismatch(1)
             case "completed":

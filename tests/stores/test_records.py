@@ -16,7 +16,8 @@ import pytest
 from idempotency.errors import UnknownVersion
 from idempotency.store.answers import Claimed, Completed, Failed, Mismatch, Renewal
 from idempotency.stores.addresses import open_store
-from idempotency.stores.store import Held
+from idempotency.stores.dynamodb import DynamoDBStore
+from idempotency.stores.store import StoreBusy
 from idempotency.wire.keys import OperationId
 from tests.stores.promises import promise
 from tests.stores.scene import ERROR, KEEP, LEASE, RETENTION, Scene, new_id
@@ -29,7 +30,7 @@ def test_a_new_operation_is_claimed_and_held(scene: Scene) -> None:
     held = scene.started(holder="host|7")
     assert (held.attempts, held.taken_over) == (1, False)
     assert held.fence > 0
-    assert isinstance(scene.claim(held.id), Held)
+    assert isinstance(scene.claim(held.id), StoreBusy)
     stored = scene.store.read(held.id)
     assert stored is not None
     assert (stored.state, stored.fence, stored.attempts, stored.holder) == ("started", held.fence, 1, "host|7")
@@ -40,7 +41,7 @@ def test_of_many_who_race_for_one_key_exactly_one_wins(scene: Scene) -> None:
     for _ in range(5):
         answers = race(scene, 8)
         assert [type(each) for each in answers].count(Claimed) == 1
-        assert {type(each) for each in answers} == {Claimed, Held}
+        assert {type(each) for each in answers} == {Claimed, StoreBusy}
 
 
 @promise("one claim at a time")
@@ -82,6 +83,12 @@ def race(scene: Scene, many: int, id: Any = None, **options: Any) -> list[Any]:
         return list(threads.map(one, range(many)))
 
 
+def watched(scene: Scene, id: Any) -> float:
+    """For how many seconds the holder was watched, as its item keeps it."""
+    assert isinstance(scene.store, DynamoDBStore)
+    return float(scene.store._get(id)["watched"])
+
+
 @promise("a claim whose answer was lost is not made twice")
 def test_the_same_token_claims_the_same_attempt(scene: Scene) -> None:
     first = scene.started(token="mine")
@@ -105,9 +112,9 @@ def test_after_the_lease_another_claims_under_a_higher_fence(scene: Scene) -> No
 def test_a_holder_that_renews_is_not_replaced(scene: Scene) -> None:
     held = scene.started()
     first = scene.claim(held.id)
-    assert isinstance(first, Held)
+    assert isinstance(first, StoreBusy)
     assert scene.store.renew([held], lease=LEASE, keep=KEEP) == {held.token: Renewal.HELD}
-    assert isinstance(scene.claim(held.id, seen=first.seen), Held)
+    assert isinstance(scene.claim(held.id, seen=first.seen), StoreBusy)
     assert scene.store.complete(held, "1", retention=RETENTION)
 
 
@@ -115,9 +122,9 @@ def test_a_holder_that_renews_is_not_replaced(scene: Scene) -> None:
 def test_a_renewal_during_the_watch_of_another_keeps_the_claim(scene: Scene) -> None:
     held = scene.started(lease=0.6)
     first = scene.claim(held.id)
-    assert isinstance(first, Held)
+    assert isinstance(first, StoreBusy)
     threading.Timer(0.2, lambda: scene.store.renew([held], lease=LEASE, keep=KEEP)).start()
-    assert isinstance(scene.claim(held.id, seen=first.seen), Held)
+    assert isinstance(scene.claim(held.id, seen=first.seen), StoreBusy)
 
 
 @pytest.mark.parametrize("scene", ["dynamodb"], indirect=True)
@@ -125,7 +132,7 @@ def test_a_watch_is_carried_on_by_the_next_claim(scene: Scene) -> None:
     """As of a task whose time limit is shorter than the lease: no delivery of it could watch for that long."""
     dead = scene.started(lease=0.9)
     answer, begun, watches = scene.claim(dead.id), time.monotonic(), 0
-    while isinstance(answer, Held):
+    while isinstance(answer, StoreBusy):
         answer, watches = scene.claim(dead.id, seen=answer.seen, patience=0.25), watches + 1
         assert watches < 20
     assert isinstance(answer, Claimed)
@@ -135,35 +142,46 @@ def test_a_watch_is_carried_on_by_the_next_claim(scene: Scene) -> None:
 
 
 @pytest.mark.parametrize("scene", ["dynamodb"], indirect=True)
-def test_two_who_watch_at_once_count_the_time_once(scene: Scene) -> None:
-    dead = scene.started(lease=1.0)
+def test_of_two_who_watch_at_once_the_first_to_end_notes_its_time(scene: Scene) -> None:
+    dead = scene.started(lease=60.0)
     first = scene.claim(dead.id)
-    assert isinstance(first, Held)
-    for _ in range(2):
-        answers = race(scene, 4, dead.id, seen=first.seen, patience=0.3)
-        assert all(isinstance(each, Held) for each in answers)
-    assert scene.state(dead.id) == "started"
+    assert isinstance(first, StoreBusy)
+    begun, may_end = threading.Event(), threading.Event()
+
+    def rest(_: float) -> None:
+        begun.set()
+        assert may_end.wait(30)
+
+    with ThreadPoolExecutor(1) as threads:
+        other = threads.submit(scene.claim, dead.id, seen=first.seen, patience=0.1, rest=rest)
+        assert begun.wait(30)
+        assert isinstance(scene.claim(dead.id, seen=first.seen, patience=0.2), StoreBusy)
+        noted = watched(scene, dead.id)
+        may_end.set()
+        assert isinstance(other.result(), StoreBusy)
+    assert 0.2 <= noted < 60
+    assert watched(scene, dead.id) == noted
 
 
 @pytest.mark.parametrize("scene", ["dynamodb"], indirect=True)
 def test_a_renewal_ends_what_was_watched_before(scene: Scene) -> None:
     held = scene.started(lease=0.6)
     first = scene.claim(held.id)
-    assert isinstance(first, Held)
+    assert isinstance(first, StoreBusy)
     part = scene.claim(held.id, seen=first.seen, patience=0.5)
-    assert isinstance(part, Held)
+    assert isinstance(part, StoreBusy)
     assert part.seen == first.seen
     assert scene.store.renew([held], lease=0.6, keep=KEEP) == {held.token: Renewal.HELD}
     second = scene.claim(held.id, seen=part.seen, patience=0.5)
-    assert isinstance(second, Held)
-    assert isinstance(scene.claim(held.id, seen=second.seen, patience=0.3), Held)
+    assert isinstance(second, StoreBusy)
+    assert isinstance(scene.claim(held.id, seen=second.seen, patience=0.3), StoreBusy)
 
 
 @promise("a released operation waits until it is due")
 def test_a_released_operation_is_busy_until_it_is_due(scene: Scene) -> None:
     held = scene.released(delay=600.0)
     early = scene.claim(held.id)
-    assert isinstance(early, Held)
+    assert isinstance(early, StoreBusy)
     assert early.due_in is not None
     assert 500 < early.due_in <= 600
     scene.ageing.due(held.id)
@@ -383,7 +401,7 @@ def test_of_several_processes_exactly_one_wins(redis_url: str, dynamodb_address:
     got = [answers.get(timeout=60) for _ in range(6)]
     for each in started:
         each.join(10)
-    expected = [(name, answer) for name in ("dynamodb", "redis") for answer in ("Claimed", "Held", "Held")]
+    expected = [(name, answer) for name in ("dynamodb", "redis") for answer in ("Claimed", "StoreBusy", "StoreBusy")]
     assert sorted(got) == expected
 
 

@@ -35,7 +35,7 @@ from idempotency import (
 )
 from idempotency.attempt.heartbeat import Heartbeat
 from idempotency.store.answers import Claimed
-from idempotency.stores.store import Held, Store, StoreAway, Watch
+from idempotency.stores.store import Store, StoreAway, StoreBusy, Watch
 from idempotency.wire import keys
 from idempotency.wire.headers import KEY_HEADER, SEEN_HEADER, WAITS_HEADER
 from idempotency.wire.keys import OperationId
@@ -235,7 +235,7 @@ def dead_attempt(shop: Celery, task: Any, *args: Any) -> int:
         if isinstance(answer, Claimed):
             ageing(shop).lease_over(answer.id)
             return answer.fence
-        assert isinstance(answer, Held)
+        assert isinstance(answer, StoreBusy)
         seen = answer.seen
     raise AssertionError("not claimed")
 

@@ -93,6 +93,7 @@ def new_account() -> str:
     return f"a{uuid4().hex[:8]}"
 
 
+@pytest.mark.few(1)
 @promise("a crash between effect and record leaves one effect")
 def test_a_kill_between_effect_and_record_repeats_the_effect_under_the_same_key(
     fleet: Fleet, outside: OutsideWorld
@@ -107,6 +108,8 @@ def test_a_kill_between_effect_and_record_repeats_the_effect_under_the_same_key(
     assert stored.attempts == 2
 
 
+# Redis tells of a dead holder by itself; where it is watched, the limit would end the watch.
+@pytest.mark.parametrize("fleet", ["dynamodb", pytest.param("redis", marks=pytest.mark.long)], indirect=True)
 def test_who_has_died_is_replaced_although_the_time_limit_is_shorter_than_the_lease(
     fleet: Fleet, outside: OutsideWorld
 ) -> None:
@@ -143,6 +146,7 @@ def test_a_kill_after_the_record_repeats_nothing(fleet: Fleet, outside: OutsideW
     assert list(outside.calls.values()) == [1, 1]
 
 
+@pytest.mark.few(1)
 @promise("who has lost its claim changes nothing")
 def test_a_frozen_process_that_wakes_after_its_lease_records_nothing(fleet: Fleet, outside: OutsideWorld) -> None:
     account = new_account()

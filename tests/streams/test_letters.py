@@ -101,7 +101,7 @@ def test_of_a_stream_made_anew_each_refused_message_has_its_own_letter(rabbit: S
     assert process.end() == 0
     if on_failure == "stop":
         discard(rabbit, newest(rabbit))
-    rabbit.broker.make_anew()
+    rabbit.broker.recreate()
     rabbit.broker.publish(b"another one, which no letter has")
     rabbit.broker.publish({"account": "a1"})
     configure(rabbit.environment)

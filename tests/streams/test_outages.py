@@ -81,15 +81,15 @@ def test_retention_that_overtakes_a_partition_which_waits_for_a_letter_is_notice
 
 
 @pytest.mark.long
-def test_what_was_made_anew_is_noticed(rabbit: Streaming) -> None:
+def test_what_was_recreated_is_noticed(rabbit: Streaming) -> None:
     rabbit.broker.publish_many(10)
     process = rabbit.start()
     rabbit.wait_until_handled()
     assert process.end() == 0
-    rabbit.broker.make_anew()
+    rabbit.broker.recreate()
     rabbit.broker.publish_many(3, first=50)
     rabbit.start()
-    rabbit.wait_until_stopped("made anew")
+    rabbit.wait_until_stopped("recreated")
     assert len(rabbit.entries()) == 10
 
 

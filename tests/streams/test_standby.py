@@ -14,7 +14,7 @@ from idempotency.errors import SettingsError
 from idempotency.settings import Settings
 from idempotency.streams.standby import Standbys
 from services.cluster_postgres import PostgresNode
-from services.postgres import _plain, create_database
+from services.postgres import create_database, plain_address
 from tests.streams.conftest import Make
 from tests.support import bank
 from tests.support.processes import eventually
@@ -44,7 +44,7 @@ def replicated(primary: PostgresNode, make_streaming: Make) -> Iterator[Streamin
 
 
 def check_that_a_login_without_the_right_is_told_so(primary: PostgresNode, replicated: Streaming) -> None:
-    with psycopg.connect(_plain(primary.superuser_url())) as connection:
+    with psycopg.connect(plain_address(primary.superuser_url())) as connection:
         connection.execute("CREATE ROLE plain LOGIN PASSWORD 'plain'")
     url = make_url(replicated.environment["DATABASE_URL"]).set(username="plain", password="plain")
     settings = {"database_url": url.render_as_string(hide_password=False), "stream_standby_lag": 2.0}

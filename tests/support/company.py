@@ -13,7 +13,7 @@ from urllib.parse import urljoin
 import httpx
 
 from idempotency.identities import Role
-from tests.support.page_address import free_port
+from services.server import free_port
 from tests.support.processes import eventually
 
 # Who works there: name, role, tenants.

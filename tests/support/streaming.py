@@ -215,7 +215,7 @@ class StreamBroker:
     def flush(self) -> None:
         pass
 
-    def make_anew(self) -> None:
+    def recreate(self) -> None:
         """Delete what there is, and begin again with nothing under the same name."""
         raise NotImplementedError
 
@@ -246,7 +246,7 @@ class RabbitBroker(StreamBroker):
                 f"{self.topic}-{number}", durable=True, auto_delete=False, arguments=self._arguments
             )
 
-    def make_anew(self) -> None:
+    def recreate(self) -> None:
         for number in range(self.partitions):
             self._channel.queue_delete(f"{self.topic}-{number}")
         self._declare()

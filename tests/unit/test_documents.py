@@ -84,3 +84,11 @@ def test_the_page_of_settings_names_every_setting() -> None:
 
 def test_the_readme_is_for_the_first_hour() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150, "what is for later has a page in docs/"
+
+
+def test_the_page_of_states_lists_every_crash_point_and_no_other() -> None:
+    source = "".join(path.read_text() for path in (ROOT / "idempotency").rglob("*.py"))
+    passed = set(re.findall(r'(?:crash_point\(|\bthen=)"(\w+(?:\.\w+)?)"', source))
+    page = (ROOT / "docs" / "states.md").read_text()
+    listed = set(re.findall(r"`(\w+(?:\.\w+)?)`", page[page.index("\nCrash points are ") :].partition("\n\n")[0]))
+    assert listed == passed

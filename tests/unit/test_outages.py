@@ -8,6 +8,7 @@ from sqlalchemy.exc import OperationalError
 
 from idempotency.observe import outages
 from idempotency.observe.outages import Outage, Pauses
+from idempotency.observe.unreachable import reason
 from idempotency.store.statements import is_news
 
 
@@ -80,4 +81,4 @@ def test_pauses_grow_until_there_is_an_answer() -> None:
     ],
 )
 def test_why_a_server_is_away_is_said_without_its_own_words(error: psycopg.Error, why: str) -> None:
-    assert (outages.reason(refused(error)), outages.reason(error)) == (why, why)
+    assert (reason(refused(error)), reason(error)) == (why, why)

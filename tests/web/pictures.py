@@ -8,11 +8,11 @@ from pathlib import Path
 from celery import Celery
 from sqlalchemy import Connection
 
+from services.server import free_port
 from tests.support import operations as op
 from tests.support import page as pages
 from tests.support.company import Company
 from tests.support.deliveries import Deliveries
-from tests.support.page_address import free_port
 
 PICTURES = Path(__file__).parents[2] / "docs" / "pictures"
 

@@ -16,7 +16,7 @@ from idempotency.operate.change import Change
 from idempotency.operate.people import add_operator
 from idempotency.operate.replay import replay
 from idempotency.operate.reveal import reveal, reveal_letter
-from idempotency.web import guard
+from idempotency.web import gate
 from idempotency.web.application import create_app
 from idempotency.wire.keys import OperationId
 from tests.support import bank as b
@@ -178,7 +178,7 @@ def test_every_answer_has_the_headers_and_no_script_or_style_of_its_own(browser:
         "/health",
     ):
         answer = page.get(path)
-        for name, value in guard.HEADERS.items():
+        for name, value in gate.HEADERS.items():
             if name != "cache-control":
                 assert answer.headers[name] == value, path
         assert answer.headers["strict-transport-security"].startswith("max-age=")
@@ -214,8 +214,8 @@ def test_only_bounded_forms_are_read(browser: Open) -> None:
     assert page.client.post(
         "/logout", content=b"%ff=1", headers=headers | {"Content-Type": "application/x-www-form-urlencoded"}
     ).status_code in (400, 403)
-    assert page.post("/logout", {"x": "y" * guard.FORM}).status_code == 413
-    assert page.post("/logout", {f"f{n}": "1" for n in range(guard.FIELDS)}).status_code == 400
+    assert page.post("/logout", {"x": "y" * gate.FORM}).status_code == 413
+    assert page.post("/logout", {f"f{n}": "1" for n in range(gate.FIELDS)}).status_code == 400
     assert page.client.request("PUT", "/letters").status_code == 405
     assert page.client.post("/letters/1/replay", headers={"Origin": PAGE}).status_code == 415
 

@@ -11,12 +11,12 @@ from celery import Celery
 from playwright.sync_api import BrowserContext, Page, expect
 from sqlalchemy import Connection, text
 
+from services.server import free_port
 from tests.support import bank as b
 from tests.support import operations as op
 from tests.support import page as pages
 from tests.support.company import Company
 from tests.support.deliveries import Deliveries, deliver_row
-from tests.support.page_address import free_port
 
 pytestmark = pytest.mark.skipif(pages.CHROMIUM is None, reason="chromium is not installed")
 PATHS = ("/", "/failures", "/letters", "/doubts", "/approvals", "/operations", "/sagas", "/tenants", "/runbooks/README")

@@ -9,8 +9,8 @@ import sys
 import httpx
 from celery import Celery
 
+from services.server import free_port
 from tests.support import bank as b
-from tests.support.page_address import free_port
 from tests.support.processes import START_WITHIN, eventually
 
 

@@ -18,6 +18,12 @@ from tests.web.test_cookies import session_of
 
 
 @pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Statements of pages that are opened from here on end sooner."""
+    monkeypatch.setattr(desks, "STATEMENT", 1_500)
+
+
+@pytest.fixture
 def blocked(engine: Engine) -> Iterator[Any]:
     """The database answers no question about the outbox until this is called."""
     blocker = engine.connect().execution_options(isolation_level="READ COMMITTED")
@@ -35,7 +41,7 @@ def client_of(app: Any, cookie: str) -> httpx.AsyncClient:
 
 
 def test_all_who_wait_for_one_look_are_told_at_once_that_it_has_failed(
-    browser: Open, blocked: Any, monkeypatch: pytest.MonkeyPatch
+    impatient: None, browser: Open, blocked: Any
 ) -> None:
     otto = browser("otto")
     app = otto.client.app

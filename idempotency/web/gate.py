@@ -69,7 +69,7 @@ class Place:
         return host.lower() in {urlsplit(origin).netloc for origin in self.origins}
 
 
-class Guard:
+class Gate:
     """The outermost part of the application."""
 
     def __init__(self, app: Application, *, place: Place, sessions: Sessions, logs_in: bool) -> None:
