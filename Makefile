@@ -21,7 +21,7 @@ comma := ,
 with_services = env="$$($(VENV)/python -m services env)" && eval "$$env" && exec
 
 .DEFAULT_GOAL := help
-.PHONY: check cluster cluster-down help venv pins audit docs web-pictures up down status demo api fuzz test long test-lowest test-python versions ecosystem celery-suite edge-suite faults drill chaos chaos-many controls search saga-programs saga-crashes saga-deploy stores lint types sandbox worker relay beat flower doctor metrics bench soak profile clean migrate
+.PHONY: check cluster cluster-down help venv pins audit docs kubernetes web-pictures up down status demo api fuzz test long test-lowest test-python versions ecosystem celery-suite edge-suite faults drill chaos chaos-many controls search saga-programs saga-crashes saga-deploy stores lint types sandbox worker relay beat flower doctor metrics bench soak profile clean migrate
 
 help:
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -48,6 +48,16 @@ audit: .venv/ready .venv-audit/ready ## ask an advisory service about all pinned
 	@.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes --requirement $<
 	@touch $@
 
+.venv-kubernetes/ready: requirements/pinned-kubernetes.txt
+	@$(if $(PYTHON),$(PYTHON),$(VENV)/python) -m venv --clear .venv-kubernetes
+	@.venv-kubernetes/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-compile --require-hashes --requirement $<
+	@touch $@
+
+# Nothing is applied: no cluster is asked.
+kubernetes: .venv/ready .venv-kubernetes/ready ## write what deploy/kubernetes has of monitoring/rules.yml, and check it; CRDS=DIR: against the operators' own definitions, too
+	@$(VENV)/python scripts/kubernetes.py
+	@$(if $(CRDS),CRDS=$(abspath $(CRDS))) $(VENV)/python -m pytest tests/deploy $(ARGS)
+
 # What needs the library is written by .venv; what is built of it, by .venv-docs. A link that leads nowhere is an error.
 docs: .venv/ready .venv-docs/ready ## build the documentation as a site that works without a network: var/docs/site/index.html
 	@$(VENV)/python -m scripts.docs
@@ -73,7 +83,7 @@ demo: .venv/ready ## run the whole system under load and faults, then check the 
 	@$(VENV)/python -m demo --started $(STARTED) $(if $(PURCHASES),--purchases $(PURCHASES)) \
 		$(if $(REFUNDS),--refunds $(REFUNDS)) $(if $(FLOW),--flow $(FLOW)) $(if $(COPIES),--copies $(COPIES)) $(if $(VIA),--via $(VIA)) $(if $(WEBHOOKS),--webhooks) $(if $(MESSAGES),--messages $(MESSAGES)) $(if $(SOURCE),--source $(SOURCE)) $(ARGS)
 
-test: .venv/ready ## run all tests against real servers
+test: .venv/ready .venv-kubernetes/ready ## run all tests against real servers
 	@$(if $(POOLER),POOLER=1) $(if $(PARTITIONED),PARTITIONED=$(PARTITIONED)) $(VENV)/python -m pytest --numprocesses $(or $(WORKERS),4) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 ecosystem: .venv/ready ## install other packages of the Celery world into .venv, and test beside them

@@ -30,6 +30,7 @@ class Environment(BaseSettings):
     broker_beat_password: SecretStr | None = Field(None, validation_alias="IDEMPOTENCY_BROKER_BEAT_PASSWORD")
     broker_flower_password: SecretStr | None = Field(None, validation_alias="IDEMPOTENCY_BROKER_FLOWER_PASSWORD")
     broker_stream_password: SecretStr | None = Field(None, validation_alias="IDEMPOTENCY_BROKER_STREAM_PASSWORD")
+    broker_monitor_password: SecretStr | None = Field(None, validation_alias="IDEMPOTENCY_BROKER_MONITOR_PASSWORD")
     redis_hints_password: SecretStr | None = Field(None, validation_alias="IDEMPOTENCY_REDIS_HINTS_PASSWORD")
 
 

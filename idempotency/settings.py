@@ -190,6 +190,8 @@ class Settings(BaseModel):
     alert_open_letters: int = Field(100, ge=1)
     # How often each worker, relay and beat writes its sign of life: one small row, from a separate thread.
     sign_of_life: float = Field(10.0, gt=0)
+    # A file in which the process signs, too, for `idempotency alive` beside it: one file for each process.
+    sign_of_life_file: Path | None = None
     # A process that is silent for longer raises an alarm. At least two signs may fail first: Postgres may be restarting.
     alarm_silence: float = Field(60.0, gt=0)
     # How long a silent process is remembered.

@@ -4,6 +4,7 @@
     requirements/lowest.txt  the lowest that are accepted  -> requirements/pinned-lowest.txt
     requirements/audit.txt   what `make audit` runs        -> requirements/pinned-audit.txt
     requirements/docs.txt    what `make docs` runs         -> requirements/pinned-docs.txt
+    requirements/kubernetes.txt  what tests/deploy runs    -> requirements/pinned-kubernetes.txt
     the extra `app`          what the image has            -> requirements/pinned-app.txt
 
 One line for each version, with the hashes of its files for Linux on x86-64 and ARM, and of its source. Nothing is resolved.
@@ -44,6 +45,7 @@ def main() -> None:
     _write("requirements/lowest.txt", "pinned-lowest.txt", links)
     _write("requirements/audit.txt", "pinned-audit.txt", links)
     _write("requirements/docs.txt", "pinned-docs.txt", links)
+    _write("requirements/kubernetes.txt", "pinned-kubernetes.txt", links)
     wanted = {*closure(PROJECT, ["app"], IMAGE_PYTHON), BUILDS}
     lines = [line for line in pinned if name_of(line) in wanted]
     _save("pinned-app.txt", "pinned.txt", lines)

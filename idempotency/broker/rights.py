@@ -25,8 +25,8 @@ from kombu.transport.native_delayed_delivery import CELERY_DELAYED_DELIVERY_EXCH
 from ..errors import SettingsError
 from ..queues import dead_letter_queues, forwarded_dead_letters
 
-APPLICATION, WORKER, RELAY, BEAT, FLOWER, STREAM = KINDS = (
-    "application", "worker", "relay", "beat", "flower", "stream",
+APPLICATION, WORKER, RELAY, BEAT, FLOWER, STREAM, MONITOR = KINDS = (
+    "application", "worker", "relay", "beat", "flower", "stream", "monitor",
 )  # fmt: skip
 # RabbitMQ's name for the exchange without one, which delivers to the queue that the routing key names.
 DEFAULT_EXCHANGE = "amq.default"
@@ -120,6 +120,7 @@ def rights_of(
         RELAY: declaring + Rights(write=[*published, *_exact(event_exchanges)], read=[*own, *dead]) + asking,
         FLOWER: listening + asking,
         STREAM: Rights(read=_exact(streams)),  # what handlers enqueue, relays publish
+        MONITOR: Rights(),  # RabbitMQ tells everyone who may connect how long a queue is
     }
 
 

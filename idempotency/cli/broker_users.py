@@ -28,7 +28,8 @@ def broker_users(
             atomic=True,
             show_default=False,
             help="Write RabbitMQ's users here, as definitions for rabbitmqctl import_definitions or load_definitions. "
-            "IDEMPOTENCY_BROKER_APPLICATION_PASSWORD, …_WORKER_…, …_RELAY_…, …_BEAT_…, …_FLOWER_… and …_STREAM_… are theirs.",
+            "IDEMPOTENCY_BROKER_APPLICATION_PASSWORD, …_WORKER_…, …_RELAY_…, …_BEAT_…, …_FLOWER_…, …_STREAM_… and "
+            "…_MONITOR_… are theirs.",
         ),
     ] = None,
     redis: Annotated[

@@ -41,6 +41,10 @@ COMMANDS = {
         "web",
         "Serve the page for the person on call, until stopped: flow, failures, money in doubt, dead letters, approvals.",
     ),
+    "alive": (
+        "alive",
+        "Check that the process with this file still signs. Exit status 1 if it hangs; Postgres and the broker are not asked.",
+    ),
     "recover": ("deployment", "Release operations that have lost their holder, once."),
     "purge": ("deployment", "Delete what is past its retention, once, and large results that nothing refers to."),
     "status": (

@@ -31,6 +31,7 @@ from ..store import processes
 from ..store.connections import make_engine
 from ..store.statements import is_news
 from ..worker.task import idempotent_tasks
+from .sign_file import SignFile
 
 # Seconds to connect, and for each statement. Removing the row delays the end of a process by a few times this at most.
 TIMEOUT = 2
@@ -46,7 +47,7 @@ class SignOfLife:
     ) -> None:
         given = settings_of(app)
         host = socket.gethostname()
-        self._interval = given.sign_of_life
+        self.interval = given.sign_of_life
         self._queues = queues
         self._fields = {
             "kind": kind,
@@ -64,6 +65,7 @@ class SignOfLife:
             poolclass=NullPool,
             isolation_level="AUTOCOMMIT",
         )
+        self._file = SignFile(given.sign_of_life_file) if given.sign_of_life_file else None
         self._began = time.monotonic()
         self._expected_until: dict[str, float] = {}
         self._hung: list[str] = []
@@ -85,6 +87,10 @@ class SignOfLife:
         """
         self._expected_until[loop] = time.monotonic() + pause + LONGEST_TURN
 
+    def rests(self, loop: str) -> None:
+        """Report that no turn of a loop is expected until `progressed` is called again."""
+        self._expected_until.pop(loop, None)
+
     def hung_loops(self) -> list[str]:
         """The loops whose turn has taken longer than any should."""
         now = time.monotonic()
@@ -98,19 +104,23 @@ class SignOfLife:
         self._running.release()
         # a sign that is being written must not land after the removal
         self._ended.acquire(timeout=2 * TIMEOUT)
+        if self._file is not None:
+            self._file.remove()
         try:
             self._write(processes.remove)
         except SQLAlchemyError as error:
             log.warning("sign_of_life_not_removed", error=type(error).__name__)
 
     def sign(self) -> bool:
-        """Write the row; returns whether it was written. A process with a hung loop does not sign."""
+        """Write the row, and the file first; returns whether the row was written. A process with a hung loop does not sign."""
         hanging = self.hung_loops()
         if hanging and hanging != self._hung:  # logged once, not for every missed sign
             log.error("loop_hangs", kind=self._fields["kind"], loops=hanging)
         self._hung = hanging
         if hanging:
             return False
+        if self._file is not None:
+            self._file.write()
         try:
             if not self._is_known:
                 self._write(processes.succeed)
@@ -134,7 +144,7 @@ class SignOfLife:
                     self.sign()
                 except Exception:  # a thread that dies would make a living process look dead
                     log.exception("sign_of_life_failed")
-                if self._running.acquire(timeout=self._interval):
+                if self._running.acquire(timeout=self.interval):
                     return
         finally:
             self._ended.release()
@@ -158,7 +168,7 @@ class WorkerSign(bootsteps.StartStopStep):
             worker.app, "worker", worker.hostname, queues=lambda: list(worker.app.amqp.queues.consume_from)
         )
         life.start()
-        self._life = life
+        self._life = worker.sign_of_life = life
 
     def stop(self, worker: Any) -> None:
         # not if an error ended the worker
@@ -170,10 +180,44 @@ class WorkerSign(bootsteps.StartStopStep):
             self._life.end()
 
 
+class ConsumerTurns(bootsteps.StartStopStep):
+    """Watches the main loop of a worker with pool processes while it is connected to its broker.
+
+    Otherwise nothing is expected of it: connecting anew may take any time, and in other pools a body, or a thread of its
+    own, decides when the timer runs.
+    """
+
+    requires = ("celery.worker.consumer.connection:Connection",)
+    LOOP = "consumer"
+
+    def __init__(self, consumer: Any, **options: Any) -> None:
+        super().__init__(consumer, **options)
+        self._turns: Any = None
+
+    def include_if(self, consumer: Any) -> bool:
+        return consumer.hub is not None and consumer.pool.uses_semaphore
+
+    def start(self, consumer: Any) -> None:
+        life: SignOfLife = consumer.controller.sign_of_life
+
+        def turned() -> None:
+            life.progressed(life.interval, loop=self.LOOP)
+
+        turned()
+        self._turns = consumer.timer.call_repeatedly(life.interval, turned)
+
+    def stop(self, consumer: Any) -> None:
+        if self._turns is not None:
+            self._turns.cancel()
+            self._turns = None
+        consumer.controller.sign_of_life.rests(self.LOOP)
+
+
 def sign_as_worker(sender: Any, **_: Any) -> None:
-    """Add the step to the worker, which builds its steps after this signal."""
+    """Add the steps to the worker, which builds its steps after this signal."""
     if idempotent_tasks(sender.app):
         sender.app.steps["worker"].add(WorkerSign)
+        sender.app.steps["consumer"].add(ConsumerTurns)
 
 
 def sign_as_beat(sender: Any, **_: Any) -> None:

@@ -34,7 +34,8 @@ from idempotency.letters.consumer import DeadLetterConsumer
 from idempotency.observe.unreachable import reason
 from idempotency.queues import dead_letter_queues
 from idempotency.relay.relay import Relay
-from idempotency.upkeep.overview import take_snapshot
+from idempotency.store.overview import Snapshot
+from idempotency.upkeep.overview import ask_broker, take_snapshot
 from tests.support import bank as b
 from tests.support import operations as op
 from tests.support.broker_users import Users, make_users, virtual_host
@@ -243,6 +244,9 @@ REFUSED: dict[str, dict[str, Try]] = {
         "send an event": publishing("celeryev", "task.sent"),
         "be answered": declaring(f"mine.{REPLIES}"),
     },
+    "monitor": QUEUES
+    | {"publish to a queue": publishing("{}"), "publish later": publishing("celery_delayed_27")}
+    | {"send an event": publishing("celeryev", "task.sent"), "control workers": publishing(MAILBOX)},
 }
 
 
@@ -268,6 +272,20 @@ def test_rabbitmq_refuses_what_a_user_does_not_need(bank: Celery, users: Users, 
             else:
                 allowed.append(what)
     assert allowed == []
+
+
+def test_who_only_looks_learns_how_long_a_queue_is_and_who_consumes_it(
+    bank: Celery, users: Users, environment: dict[str, str]
+) -> None:
+    with users.connected(bank, "worker") as connection:
+        declare_queues(connection, all_queues(bank))
+        b.deposit.apply_async(kwargs={"account": "a"}, connection=connection)
+    b.configure(environment | {"BROKER_URL": users.url("monitor")})
+    found = Snapshot()
+    ask_broker(bank, runtime_of(bank).settings, found)
+    b.configure(environment | {"BROKER_URL": users.url("relay")})
+    state = found.queue(bank.conf.task_default_queue)
+    assert (found.broker_answered, state.ready, state.consumers) == (True, 1, 0)
 
 
 def test_a_wrong_password_and_a_missing_right_are_told_apart(bank: Celery, users: Users) -> None:

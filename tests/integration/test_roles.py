@@ -10,6 +10,7 @@ from uuid import uuid4
 
 import pytest
 from psycopg import errors
+from pydantic import SecretStr
 from sqlalchemy import Engine, create_engine, event, make_url, text
 from sqlalchemy.exc import ProgrammingError
 from sqlalchemy.pool import NullPool
@@ -21,6 +22,7 @@ from idempotency.operate import api_keys
 from idempotency.operate.change import Change
 from idempotency.settings import Settings
 from idempotency.store import audit, roles, schema, webhooks
+from idempotency.store.overview import monitoring_connection, take_snapshot
 from idempotency.store.rights import APPLICATION, OPERATOR, OWNER, READ_ONLY, RELAY
 from idempotency.store.tenants import authenticate
 from idempotency.wire.keys import OperationId
@@ -275,6 +277,14 @@ def test_each_role_may_do_what_it_needs_and_nothing_else(
     as_role: As, role: str, statement: str, expected: object
 ) -> None:
     assert trying(as_role(role), statement, "a" if role == APPLICATION else None) == expected
+
+
+def test_a_dashboard_reads_the_whole_backlog(walled: str) -> None:
+    given = Settings(database_url=SecretStr(url_of(READ_ONLY, walled)), service="shop")
+    with monitoring_connection(given) as connection:
+        found = take_snapshot(connection, given)
+    assert found.takes_writes
+    assert sum(letter.letters for letter in found.letters) == 2, "one of each tenant"
 
 
 def test_a_saga_that_a_person_replays_begins_anew(as_role: As) -> None:

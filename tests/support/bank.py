@@ -83,6 +83,7 @@ def configure(environment: dict[str, str]) -> None:
         idempotency_message_secrets=environment.get("MESSAGE_SECRETS", ""),
         idempotency_traces=environment.get("TRACES"),
         idempotency_sign_of_life=float(environment.get("SIGN_OF_LIFE", "10")),
+        idempotency_sign_of_life_file=environment.get("SIGN_OF_LIFE_FILE"),
     )
     app.amqp.flush_routes()
     for name in ("queues", "_producer_pool", "router"):

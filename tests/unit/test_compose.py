@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 from cryptography.x509 import load_pem_x509_certificate
 
-from idempotency.broker.rights import KINDS, STREAM
+from idempotency.broker.rights import KINDS, MONITOR, STREAM
 from idempotency.store.rights import APPLICATION, OPERATOR, RELAY
 from scripts import certificates
 from tests.support.encrypted import authority, make_certificates
@@ -184,7 +184,7 @@ def test_each_kind_of_process_is_its_own_user_of_the_broker() -> None:
     given = {
         name.split("_")[2].lower() for name in SERVICES["users"]["environment"] if name.startswith("IDEMPOTENCY_BROKER")
     }
-    assert given == set(KINDS) - {STREAM}  # the example application has no streams
+    assert given == set(KINDS) - {STREAM, MONITOR}  # it has no streams here, and nothing that only looks
 
 
 def test_the_servers_read_the_users_that_the_command_writes() -> None:

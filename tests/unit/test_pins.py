@@ -17,6 +17,7 @@ LISTS = {
     "pinned-lowest.txt": "requirements/lowest.txt",
     "pinned-audit.txt": "requirements/audit.txt",
     "pinned-docs.txt": "requirements/docs.txt",
+    "pinned-kubernetes.txt": "requirements/kubernetes.txt",
 }
 
 

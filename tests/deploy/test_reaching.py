@@ -1,0 +1,279 @@
+"""Who reaches whom: network policies, services, what Prometheus scrapes and KEDA asks."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import ipaddress
+import re
+from functools import cache
+from typing import Any
+
+import pytest
+import yaml  # type: ignore[import-untyped]
+
+from idempotency.upkeep import backlog
+from scripts import kubernetes
+from tests.deploy.test_processes import LOGINS, PRODUCTION, consumers, workloads
+from tests.support.documents import ROOT
+from tests.support.manifests import (
+    Object,
+    build,
+    containers,
+    environment,
+    labels,
+    main_container,
+    matches,
+    named,
+    of_kind,
+    pod,
+)  # fmt: skip
+
+# Pods that operators make, by the label that they document, and their ports.
+MADE = {
+    "postgres": ({"cnpg.io/cluster": "postgres"}, {5432, 8000, 9187}),
+    "rabbitmq": ({"app.kubernetes.io/name": "rabbitmq"}, {4369, 5671, 15671, 15691, 25672, 35672}),
+}
+Pods = dict[str, tuple[dict[str, str], set[Any]]]
+
+
+def together() -> list[Object]:
+    """All that is in the namespace: processes, the Job, servers, and Flower, which staging has."""
+    flower = [each for each in build("overlays/staging") if each["metadata"]["name"].startswith("flower")]
+    return [*build(PRODUCTION), *build(f"{PRODUCTION}/migrate"), *build("dependencies"), *flower]
+
+
+@cache
+def pods() -> Pods:
+    """The labels and the ports of every kind of pod, by name."""
+    found: Pods = dict(MADE)
+    for each in together():
+        if each["kind"] in ("Deployment", "StatefulSet", "Job"):
+            ports = [port for container in containers(each) for port in container.get("ports", [])]
+            open_ = {port["name"] for port in ports} | {port["containerPort"] for port in ports}
+            found[each["metadata"]["name"]] = (labels(each), open_)
+    return found
+
+
+def policies() -> list[Object]:
+    return [each for each in together() if each["kind"] == "NetworkPolicy"]
+
+
+def selected(selector: Object) -> set[str]:
+    return {name for name, (found, _) in pods().items() if matches(selector, found)}
+
+
+def rules(policy: Object, direction: str) -> list[Object]:
+    found: list[Object] = policy["spec"].get(direction) or []
+    return found
+
+
+def may(source: str, target: str, port: Any) -> bool:
+    """Whether policies let a pod of one kind reach one of another at a port."""
+    return _lets("egress", "to", source, target, port) and _lets("ingress", "from", target, source, port)
+
+
+def _lets(direction: str, side: str, own: str, other: str, port: Any) -> bool:
+    for policy in policies():
+        if own in selected(policy["spec"]["podSelector"]):
+            for rule in rules(policy, direction):
+                peers = [peer["podSelector"] for peer in rule.get(side, []) if set(peer) == {"podSelector"}]
+                if port in [each["port"] for each in rule["ports"]] and any(other in selected(peer) for peer in peers):
+                    return True
+    return False
+
+
+def test_nothing_is_open_by_itself() -> None:
+    first = named(policies(), "nothing")["spec"]
+    assert first == {"podSelector": {}, "policyTypes": ["Ingress", "Egress"]}
+
+
+def test_every_policy_is_about_pods_that_are_there_and_ports_that_they_have() -> None:
+    everything = pods()
+    for policy in policies():
+        name, own = policy["metadata"]["name"], selected(policy["spec"]["podSelector"])
+        assert own, name
+        for direction, side in (("egress", "to"), ("ingress", "from")):
+            for rule in rules(policy, direction):
+                assert rule["ports"], name
+                peers = [peer for peer in rule.get(side, []) if set(peer) == {"podSelector"}]
+                others = {other for peer in peers for other in selected(peer["podSelector"])}
+                assert all(selected(peer["podSelector"]) for peer in peers), name
+                held = own if direction == "ingress" else others
+                for port in rule["ports"]:
+                    assert not held or any(port["port"] in everything[each][1] for each in held), (name, port)
+
+
+def test_each_process_reaches_its_servers_and_no_other() -> None:
+    found = {
+        (source, server)
+        for source in (*LOGINS, "migrate", "flower")
+        for server, port in (("postgres", 5432), ("rabbitmq", 5671), ("redis", 6379))
+        if may(source, server, port)
+    }
+    wanted = {("migrate", "postgres"), ("flower", "rabbitmq")}
+    for name, (_, _, has_hints) in LOGINS.items():
+        wanted |= {(name, "postgres"), (name, "rabbitmq")} | ({(name, "redis")} if has_hints else set())
+    assert found == wanted
+
+
+def test_no_process_reaches_another_one() -> None:
+    processes = [*LOGINS, "migrate", "flower"]
+    ports = {port for name in processes for port in pods()[name][1]}
+    assert [(a, b) for a in processes for b in processes for port in ports if may(a, b, port)] == []
+
+
+def test_what_is_refused_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert may("relay", "postgres", 5432)
+    less = copy.deepcopy(policies())
+    (values,) = named(less, "to-postgres")["spec"]["podSelector"]["matchExpressions"]
+    values["values"].remove("relay")
+    monkeypatch.setattr(f"{__name__}.policies", lambda: less)
+    assert not may("relay", "postgres", 5432)
+
+
+def test_who_leaves_the_cluster_reaches_public_addresses_alone() -> None:
+    leaving: dict[str, set[int]] = {}
+    for policy in policies():
+        for rule in rules(policy, "egress"):
+            blocks = [peer["ipBlock"] for peer in rule.get("to", []) if "ipBlock" in peer]
+            if not blocks:
+                continue
+            assert {block["cidr"] for block in blocks} == {"0.0.0.0/0", "::/0"}
+            shut = [ipaddress.ip_network(each) for block in blocks for each in block["except"]]
+            for private in ("10.1.2.3", "172.20.0.1", "192.168.1.1", "127.0.0.1", "169.254.169.254", "100.64.0.1",
+                            "fd00::1", "fe80::1", "::1", "::ffff:10.0.0.1"):  # fmt: skip
+                assert any(ipaddress.ip_address(private) in each for each in shut if each.version == ipaddress.ip_address(private).version)  # fmt: skip
+            for name in selected(policy["spec"]["podSelector"]):
+                leaving[name] = leaving.get(name, set()) | {port["port"] for port in rule["ports"]}
+    calling, web = {443, 465, 587}, {443}
+    assert leaving == {
+        **dict.fromkeys(("worker", "maintenance"), calling),
+        **dict.fromkeys(("webhooks", "relay", "admin", "web"), web),
+    }
+
+
+def test_every_service_leads_to_pods_and_a_port_of_theirs() -> None:
+    for service in [each for each in together() if each["kind"] == "Service"]:
+        to = selected({"matchLabels": service["spec"]["selector"]})
+        assert to == {service["metadata"]["name"]}
+        assert all(port["targetPort"] in pods()[name][1] for name in to for port in service["spec"].get("ports", []))
+
+
+def test_addresses_are_the_names_of_services_and_of_certificates() -> None:
+    certificates = {each["metadata"]["name"]: each["spec"]["dnsNames"] for each in of_kind("dependencies", "Certificate")
+                    if "dnsNames" in each["spec"]}  # fmt: skip
+    hosts = set()
+    for workload in workloads():
+        for variable, value in environment(main_container(workload)).items():
+            if variable in ("DATABASE_URL", "BROKER_URL", "REDIS_URL"):
+                hosts.add(re.sub(r".*@([\w.-]+):.*", r"\1", value))
+    assert hosts == {"postgres-rw", "rabbitmq", "redis"}
+    for host in (*hosts, "rabbitmq.shop.svc"):
+        assert host in certificates[host.partition(".")[0].removesuffix("-rw")]
+    for kind, name in (("Cluster", "postgres"), ("RabbitmqCluster", "rabbitmq")):
+        assert named(of_kind("dependencies", kind), name)
+    cluster = named(of_kind("dependencies", "Cluster"), "postgres")["spec"]
+    assert cluster["instances"] == 3
+    assert cluster["postgresql"]["synchronous"] == {"method": "any", "number": 1, "dataDurability": "required"}
+
+
+# ---------------------------------------------------------------- Prometheus
+
+
+def test_the_rules_are_those_of_prometheus() -> None:
+    (rule,) = of_kind(PRODUCTION, "PrometheusRule")
+    written = yaml.safe_load(kubernetes.TARGET.read_text())
+    assert written == kubernetes.rules(), "run make kubernetes"
+    assert rule["spec"] == written["spec"]
+    source = yaml.safe_load((ROOT / "monitoring" / "rules.yml").read_text())
+
+    def without_start(groups: Any) -> Any:
+        found = copy.deepcopy(groups)
+        for each in (each for group in found for each in group["rules"]):
+            each["annotations"].pop("start", None)
+        return found
+
+    assert without_start(rule["spec"]["groups"]) == without_start(source["groups"])
+    assert "yourapp" not in yaml.safe_dump(
+        [r["annotations"].get("start") for g in rule["spec"]["groups"] for r in g["rules"]]
+    )
+
+
+def test_what_a_rule_starts_again_is_there() -> None:
+    names = {each["metadata"]["name"] for each in together()}
+    for start in kubernetes.STARTS.values():
+        found = re.findall(r"deployment/(\w+)|(?:cluster|rabbitmqcluster) (\w+)", start)
+        assert found or "$labels.host" in start
+        assert {name for pair in found for name in pair if name} <= names
+
+
+def test_prometheus_scrapes_every_pod_that_counts_and_the_backlog_as_the_job_of_the_rules() -> None:
+    jobs: dict[str, set[str]] = {}
+    for monitor in of_kind(PRODUCTION, "PodMonitor"):
+        (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+        (relabel,) = endpoint["relabelings"]
+        of = {name for name in selected(monitor["spec"]["selector"]) if endpoint["port"] in pods()[name][1]}
+        assert of == selected(monitor["spec"]["selector"])
+        assert relabel["targetLabel"] == "job"
+        jobs[relabel["replacement"]] = of
+    # NothingScraped would be silent if anything else had the rules' job
+    assert jobs == {
+        "idempotency": {"metrics"},
+        "idempotency-processes": {"worker", "webhooks", "maintenance", "relay"},
+        "idempotency-http": {"api", "admin"},
+    }
+    assert set(re.findall(r'job="([\w-]+)"', kubernetes.SOURCE.read_text())) == {"idempotency"}
+
+
+def test_every_pod_that_is_scraped_may_be() -> None:
+    for monitor in of_kind(PRODUCTION, "PodMonitor"):
+        port = monitor["spec"]["podMetricsEndpoints"][0]["port"]
+        for name in selected(monitor["spec"]["selector"]):
+            assert any(
+                name in selected(policy["spec"]["podSelector"])
+                and port in [each["port"] for each in rule["ports"]]
+                and {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}
+                in rule["from"]
+                for policy in policies()
+                for rule in rules(policy, "ingress")
+            ), name
+
+
+def test_what_counts_together_shares_a_directory() -> None:
+    for workload in workloads():
+        found = [each for each in containers(workload) if "PROMETHEUS_MULTIPROC_DIR" in environment(each)]
+        directories = {environment(each)["PROMETHEUS_MULTIPROC_DIR"] for each in found}
+        counts = labels(workload).get("shop/counts") == "yes"
+        assert (len(found), len(directories)) == ((2, 1) if counts else (1, 1) if found else (0, 0))
+        if counts:
+            # it starts first, and goes on until the process has ended
+            (sidecar,) = pod(workload)["initContainers"]
+            assert sidecar["restartPolicy"] == "Always"
+
+
+# ---------------------------------------------------------------- KEDA
+
+
+def test_workers_are_scaled_by_their_queues_and_by_a_figure_that_is_served() -> None:
+    served = {f"idempotency_{name}" for name in re.findall(r'"(\w+)"', inspect.getsource(backlog))}
+    scaled = of_kind(PRODUCTION, "ScaledObject")
+    assert {each["metadata"]["name"] for each in scaled} == set(consumers()) - {"maintenance"}
+    for each in scaled:
+        name, spec = each["metadata"]["name"], each["spec"]
+        assert spec["scaleTargetRef"] == {"name": name}
+        assert "replicas" not in named(workloads(), name)["spec"], "each apply would undo what KEDA has chosen"
+        assert 2 <= spec["minReplicaCount"] <= spec["fallback"]["replicas"] <= spec["maxReplicaCount"]
+        *lengths, age = spec["triggers"]
+        assert [trigger["metadata"]["queueName"] for trigger in lengths] == consumers()[name]
+        metric, queues = re.findall(r'max\((\w+)\{job="idempotency", queue=~"([\w|]+)"\}\)', age["metadata"]["query"])[
+            0
+        ]
+        assert metric in served
+        assert queues.split("|") == consumers()[name]
+        for trigger in lengths:
+            assert trigger["metadata"]["host"].startswith("amqps://rabbitmq.shop.svc:5671/")
+            assert (
+                trigger["authenticationRef"]["name"]
+                == of_kind(PRODUCTION, "TriggerAuthentication")[0]["metadata"]["name"]
+            )
