@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from .attempt.runtime import Runtime
-from .environment import environment
 from .errors import SettingsError
 from .framework import framework
 from .settings import PREFIX, Settings
@@ -76,8 +75,9 @@ def use_cells(app: Celery) -> None:
     Call it once the application is configured. It sets `idempotency_cell` and Celery's
     `broker_url`. Raises `SettingsError` for settings that do not fit, and for a cell that is not there.
     """
-    cells = app.conf.get(f"{PREFIX}cells")
-    if not cells:
+    from .environment import environment  # takes a while to import, and most applications have no cells
+
+    if not app.conf.get(f"{PREFIX}cells"):
         raise SettingsError(f"{PREFIX}cells: not set")
     if framework().database_url() is not None:
         raise SettingsError(f"{PREFIX}cells: the framework has one database for all tenants")

@@ -26,8 +26,8 @@ from .queues import check_declared_queues
 from .redis import check_redis
 from .sagas import check_sagas
 from .settings import (
-    check_cell,
     check_celery_settings,
+    check_cell,
     check_content,
     check_pool_size,
     check_restored,
