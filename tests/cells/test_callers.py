@@ -22,6 +22,8 @@ from idempotency.letters.consumer import DeadLetterConsumer
 from idempotency.letters.examine import examine
 from idempotency.operate.change import Change
 from idempotency.operate.replay import replay
+from idempotency.streams import StreamMessage, kafka, stream
+from idempotency.streams.preparing import Prepared, Refused, prepare
 from idempotency.wire.delivery import Delivery
 from tests.cells.conftest import Cells, Count, Serve
 from tests.support import celled
@@ -299,3 +301,18 @@ def test_addresses_of_cells_are_secrets(serve: Serve, cells: Cells) -> None:
     assert password not in app.bugreport()
     assert password not in repr(app.conf.table(with_defaults=False, censored=True))
     assert password not in repr(settings_of(app))
+
+
+def test_a_streams_message_for_a_tenant_of_another_cell_is_refused(serve: Serve) -> None:
+    """And one that is of this cell is not."""
+    serve("eu")
+    settings = settings_of(app)
+    declared = stream("cells", source=kafka("t"), key="{key}", tenant="{event[tenant]}")(lambda given, event: None)
+    found = [
+        prepare(declared, StreamMessage("t", 0, 0, b"k1", json.dumps({"tenant": tenant}).encode()), settings)
+        for tenant in ("eu-acme", "us-bolt")
+    ]
+    assert isinstance(found[0], Prepared)
+    assert isinstance(found[1], Refused)
+    assert found[1].reason == "other_cell"
+    assert "tenant 'us-bolt' is of cell 'us'" in found[1].detail
