@@ -24,7 +24,7 @@ import services
 from idempotency.store import schema
 
 from . import capacity_page as page
-from .capacity_waiting import GUESS, SIZES, NoRoom, check_room
+from .capacity_waiting import SIZES, NoRoom, check_room
 from .report import describe
 
 console = Console()
@@ -36,20 +36,31 @@ def main(
     waiting: Annotated[
         int, typer.Option(min=SIZES[0], max=SIZES[-1], help="The most that wait in the simulation.")
     ] = 1_000_000,
+    keep_costs: Annotated[
+        bool,
+        typer.Option("--keep-costs", help="Measure only what waits; the costs stay as docs/capacity.json has them."),
+    ] = False,
+    only_page: Annotated[
+        bool, typer.Option("--only-page", help="Measure nothing: write the tables from docs/capacity.json.")
+    ] = False,
     write: Annotated[bool, typer.Option(help="Write docs/capacity.json and the page's tables.")] = True,
 ) -> None:
     """Measure, compute, and write the page."""
-    directory = Path(os.environ.get("CAPACITY_DIRECTORY") or tempfile.gettempdir())
+    if only_page:
+        page.PAGE.write_text(page.rendered(page.PAGE.read_text(), json.loads(page.MEASURED.read_text())))
+        return
+    directory = Path(tempfile.gettempdir())
     try:
-        check_room(directory, waiting, GUESS)
+        check_room(directory, waiting)
     except NoRoom as error:
         raise SystemExit(f"capacity: {error}") from None
     began, at = time.monotonic(), datetime.now(UTC)
     for name in ("DATABASE_URL", "REDIS_URL", "BROKER_URL"):
         os.environ.pop(name, None)  # whose processes are measured, and whose disk is filled, has to be known
-    with tempfile.TemporaryDirectory(dir=directory) as place:
+    with tempfile.TemporaryDirectory() as place:
         load = os.getloadavg()
-        with services.running(Path(place) / "servers") as running:
+        # in a directory that is removed even if this process is killed
+        with services.running() as running:
             os.environ.update(running.environment())
             from . import capacity_costs, capacity_waiting, jobs
 
@@ -59,20 +70,28 @@ def main(
                 connection.execute(text("CREATE TABLE jobs (id bigserial PRIMARY KEY, job text, number bigint)"))
             jobs.app.finalize()
             about = describe(engine, os.environ)
-            costs = capacity_costs.measure(running, engine, Path(place), operations=operations, concurrency=concurrency)
-            message = "m" * round(costs["plain"].message_length)
-            found, left_out = capacity_waiting.measure(engine, directory, jobs.app, most=waiting, message=message)
+            if keep_costs:
+                kept = json.loads(page.MEASURED.read_text())
+            else:
+                costs = capacity_costs.measure(
+                    running, engine, Path(place), operations=operations, concurrency=concurrency
+                )
+                kept = {
+                    "at": f"{at:%Y-%m-%d %H:%M} UTC",
+                    **about,
+                    "machine": {**about["machine"], "load": load},  # type: ignore[dict-item]
+                    "operations": operations,
+                    "costs": {kind: asdict(cost) for kind, cost in costs.items()},
+                    "assumed": page.ASSUMED,
+                }
+            found, left_out = capacity_waiting.measure(engine, directory, jobs.app, most=waiting)
             engine.dispose()
     measured = {
-        "at": f"{at:%Y-%m-%d %H:%M} UTC",
-        **about,
-        "operations": operations,
-        "costs": {kind: asdict(cost) for kind, cost in costs.items()},
-        "assumed": page.ASSUMED,
+        **kept,
+        "waited_at": f"{at:%Y-%m-%d %H:%M} UTC, with load averages of {', '.join(f'{each:.1f}' for each in load)}",
         "waiting": [asdict(each) for each in found],
         "left_out": left_out,
     }
-    measured["machine"] = {**about["machine"], "load": load}  # type: ignore[dict-item]
     measured = json.loads(json.dumps(measured))
     if write:
         page.MEASURED.write_text(json.dumps(measured, indent=1) + "\n")

@@ -31,7 +31,7 @@ COMPONENTS = ("caller", "worker", "relay", "beat", "postgres", "redis", "rabbitm
 # Operations of one commit of the caller, and before anything is measured: imports, connections, prepared statements.
 ACCEPTED, WARM = 500, 500
 # Seconds of nothing to do, and without an operation that ends.
-IDLE, STUCK = 15.0, 300.0
+IDLE, STUCK = 30.0, 300.0
 
 _WRITTEN = text("SELECT (pg_current_wal_lsn() - '0/0'::pg_lsn)::bigint")
 _COMMITS = text("SELECT xact_commit FROM pg_stat_database WHERE datname = current_database()")
@@ -60,11 +60,6 @@ class Cost:
     # of a worker with so many pool processes, and of a relay: to Postgres, Redis and the broker
     concurrency: int
     connections: dict[str, dict[str, int]]
-
-    @property
-    def rate(self) -> float:
-        """Operations a second that this machine has carried out, with everything on it."""
-        return self.operations / self.seconds
 
 
 @dataclass(frozen=True)

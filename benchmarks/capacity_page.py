@@ -25,6 +25,7 @@ ASSUMED: dict[str, float] = {
 }
 BATCH = 200  # messages of a relay's pass
 Measured = Mapping[str, Any]
+_SERVERS = {"postgres": "Postgres", "redis": "Redis", "rabbitmq": "RabbitMQ"}
 _BLOCK = re.compile(r"(<!-- (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -110,7 +111,10 @@ def _about(measured: Measured) -> str:
 def _costs(measured: Measured) -> str:
     kinds = measured["costs"]
     names = list(next(iter(kinds.values()))["cpu"])
-    rows = [[f"CPU of the {name}, ms", *(number(1e3 * kinds[kind]["cpu"][name]) for kind in kinds)] for name in names]
+    rows = [
+        [f"CPU of {_SERVERS.get(name, 'the ' + name)}, ms", *(number(1e3 * kinds[kind]["cpu"][name]) for kind in kinds)]
+        for name in names
+    ]
     rows.append(["all CPU, ms", *(number(1e3 * sum(kinds[kind]["cpu"].values())) for kind in kinds)])
     for said, name in (
         ("WAL, bytes", "wal"),
@@ -125,10 +129,7 @@ def _costs(measured: Measured) -> str:
         for server in ("postgres", "redis", "rabbitmq"):
             opened = (str(kinds[kind]["connections"][process][server]) for kind in kinds)
             of = f"a worker of {kinds['plain']['concurrency']}" if process == "worker" else "a relay"
-            rows.append([f"connections of {of}, to {server}", *opened])
-    rows.append(
-        ["operations a second here", *(number(each["operations"] / each["seconds"]) for each in kinds.values())]
-    )
+            rows.append([f"connections of {of}, to {_SERVERS[server]}", *opened])
     return table(["of one operation", *kinds], rows)
 
 
@@ -162,9 +163,11 @@ def _waiting(measured: Measured) -> str:
         "look": "a scrape, ms",
     }
     rows = [[said[name], *(number(1e3 * each[name]) for each in found)] for name in shown]
+    rows.insert(0, ["each with a whole message", *("yes" if each["is_whole"] else "no" for each in found)])
     rows.append(["bytes of each, with indexes", *(number(each["bytes"]) for each in found)])
     rows.append(["seconds to fill and index", *(number(each["fill_seconds"]) for each in found)])
-    return table(["waiting", *(f"{each['waiting']:,}" for each in found)], rows)
+    text = table(["waiting", *(f"{each['waiting']:,}" for each in found)], rows)
+    return f"Measured on {measured['waited_at']}.\n\n{text}"
 
 
 def _compared(measured: Measured) -> str:

@@ -1,7 +1,8 @@
 """The relay and the sweeps beside very many that wait: real tables with real indexes, filled by generate_series.
 
 A tenth of what waits is to be published, the rest is published and its operations have not ended, a tenth of those
-released. Timed are the relay's pass, with a real broker that confirms, and the sweeps' own statements.
+released. Up to a million each has a whole message, fingerprint and id; beyond that those have short ones that nothing timed
+here publishes, or a hundred million would need 140 GB. Timed are the relay's pass, with a real broker that confirms, and the sweeps' own statements.
 """
 
 from __future__ import annotations
@@ -9,13 +10,14 @@ from __future__ import annotations
 import shutil
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.progress import track
 from sqlalchemy import Connection, Engine, text
+from sqlalchemy.orm import Session
 
 from idempotency.application import runtime_of
 from idempotency.relay.relay import BATCH, Relay
@@ -30,22 +32,28 @@ AT_ONCE = 500_000
 PASSES = 11
 # One in so many is to be published; of the others, one in so many is released.
 PENDING, RELEASED = 10, 10
-QUEUE, SERVICE, TASK = "idle", "benchmarks", "benchmarks.jobs.unique"
-# Bytes of a waiting row with its indexes before any is measured, and what sorting an index and the log take beside it.
-GUESS, ROOM = 1300.0, 1.35
-OWED = 4 << 30
+QUEUE, SERVICE, TASK = "unique", "benchmarks", "benchmarks.jobs.unique"
+# The most that are whole; beyond it, the first of those to be published are: as many as the passes take.
+WHOLE = 1_000_000
+WHOLE_PUBLISHED = 2 * PASSES * BATCH * PENDING
+# Bytes of a waiting row with its indexes, whole and short, before any is measured; what sorting an index takes beside them; and
+# the log, with the rest of the servers.
+GUESS, GUESS_SHORT, ROOM, OWED = 1400.0, 420.0, 1.15, 4 << 30
 
 _FILL = """
 INSERT INTO idempotency.outbox (message_id, tenant, task, key, fingerprint, message, queue, origin, status, available_at,
                                 published_at, service)
-SELECT md5(n::text), 'default', :task, 'w' || n, 'v1:' || repeat('f', 64), :message, :queue, 'enqueue',
+SELECT CASE WHEN n <= :whole THEN md5(n::text) ELSE 'm' || n END, 'default', :task, 'w' || n,
+       CASE WHEN n <= :whole THEN 'v1:' || repeat('f', 64) ELSE 'v1:f' END,
+       CASE WHEN n <= :whole THEN :message ELSE '{}' END, :queue, 'enqueue',
        CASE WHEN n % :pending = 0 THEN 'pending' ELSE 'published' END,
        now() - interval '1 day' + n * interval '1 microsecond',
        CASE WHEN n % :pending > 0 THEN now() - interval '1 day' + n * interval '1 microsecond' END, :service
 FROM generate_series(CAST(:first AS bigint), CAST(:last AS bigint)) n"""
 _RELEASED = """
 INSERT INTO idempotency.records (tenant, task, key, status, fence, available_at, fingerprint, message, queue, service)
-SELECT 'default', :task, 'w' || n, 'released', n, clock_timestamp() + interval '1 hour', 'v1:' || repeat('f', 64), :message,
+SELECT 'default', :task, 'w' || n, 'released', n, clock_timestamp() + interval '1 hour',
+       CASE WHEN n <= :whole THEN 'v1:' || repeat('f', 64) ELSE 'v1:f' END, CASE WHEN n <= :whole THEN :message ELSE '{}' END,
        :queue, :service
 FROM generate_series(CAST(:first AS bigint), CAST(:last AS bigint)) n WHERE n % (:pending * :released) = 1"""
 _INDEXES = text("""
@@ -65,6 +73,7 @@ class Waiting:
     """With so many waiting: seconds of a pass, medians. `relay`: of `BATCH` messages; `judge`: of `judged` rows."""
 
     waiting: int
+    is_whole: bool
     bytes: float
     fill_seconds: float
     relay: float
@@ -81,28 +90,39 @@ def room_needed(waiting: int, bytes_each: float) -> int:
     return int(waiting * bytes_each * ROOM) + OWED
 
 
-def check_room(directory: Path, waiting: int, bytes_each: float) -> None:
-    """Raise `NoRoom` if the disk with the servers' data has too little."""
+def check_room(directory: Path, waiting: int, found: Sequence[Waiting] = ()) -> None:
+    """Raise `NoRoom` if the disk with the servers' data has too little. `found`: what was measured before."""
+    like = [each.bytes for each in found if each.is_whole == (waiting <= WHOLE)]
+    bytes_each = like[-1] if like else GUESS if waiting <= WHOLE else GUESS_SHORT
     free, needed = shutil.disk_usage(directory).free, room_needed(waiting, bytes_each)
     if free < needed:
         raise NoRoom(
             f"{waiting:,} waiting: need {needed / 1e9:.0f} GB of disk at {directory} ({bytes_each:.0f} bytes a row with its "
-            f"indexes, measured or guessed, {ROOM - 1:.0%} for sorting and the log, {OWED / 1e9:.0f} GB beside it), have "
-            f"{free / 1e9:.0f} GB; set WAITING to less, or TMPDIR to a larger disk"
+            f"indexes, measured or guessed, {ROOM - 1:.0%} for sorting, {OWED / 1e9:.0f} GB for the log and the servers), have "
+            f"{free / 1e9:.0f} GB; set WAITING to less, or TMPDIR to a directory on a larger disk"
         )
 
 
-def measure(engine: Engine, directory: Path, app: Any, *, most: int, message: str) -> tuple[list[Waiting], str | None]:
+def measure(engine: Engine, directory: Path, app: Any, *, most: int) -> tuple[list[Waiting], str | None]:
     """Every size up to `most`, each in the same tables; and why the largest are left out, if so."""
     found: list[Waiting] = []
+    message = _message(engine, app)
     for size in (each for each in SIZES if each <= most):
-        each = found[-1].bytes if found else GUESS
         try:
-            check_room(directory, size, each)
+            check_room(directory, size, found)
         except NoRoom as error:
             return found, str(error)
         found.append(_measure(engine, app, size, message))
     return found, None
+
+
+def _message(engine: Engine, app: Any) -> str:
+    """A message as `enqueue` writes it; all that wait have the same."""
+    with Session(engine.execution_options(isolation_level="READ COMMITTED")) as session:
+        app.tasks[TASK].enqueue(session, 1)
+        found = session.execute(text("SELECT message FROM idempotency.outbox ORDER BY id DESC LIMIT 1")).scalar_one()
+        session.rollback()
+    return str(found)
 
 
 def _measure(engine: Engine, app: Any, size: int, message: str) -> Waiting:
@@ -128,7 +148,8 @@ def _measure(engine: Engine, app: Any, size: int, message: str) -> Waiting:
     settings = runtime_of(app).settings
     with monitoring_connection(settings) as connection:
         look = _median(lambda: overview.take_snapshot(connection, app, settings))
-    return Waiting(size, bytes_each, filled, published, reserve, settle, judge, lost.BATCH * lost.BATCHES, again, look)
+    judged = lost.BATCH * lost.BATCHES
+    return Waiting(size, size <= WHOLE, bytes_each, filled, published, reserve, settle, judge, judged, again, look)
 
 
 def _fill(connection: Connection, size: int, message: str) -> None:
@@ -138,7 +159,8 @@ def _fill(connection: Connection, size: int, message: str) -> None:
     for row in indexes:
         what = f"ALTER TABLE {row.on_table} DROP CONSTRAINT {row.conname}" if row.conname else f"DROP INDEX {row.name}"
         connection.execute(text(what))
-    given = {"task": TASK, "message": message, "queue": QUEUE, "service": SERVICE, "pending": PENDING}
+    whole = size if size <= WHOLE else WHOLE_PUBLISHED
+    given = {"whole": whole, "task": TASK, "message": message, "queue": QUEUE, "service": SERVICE, "pending": PENDING}
     try:
         for first in track(range(1, size + 1, AT_ONCE), description=f"{size:,} waiting"):
             some = {"first": first, "last": min(first + AT_ONCE - 1, size)}
