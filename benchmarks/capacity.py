@@ -100,7 +100,7 @@ def main(
         console.print(block(measured), markup=False, highlight=False)
     plain = measured["costs"]["plain"]
     print(
-        f"RESULT operations={operations} waiting={found[-1].waiting} seconds={time.monotonic() - began:.0f} "
+        f"RESULT operations={measured['operations']} waiting={found[-1].waiting} seconds={time.monotonic() - began:.0f} "
         f"cpu_ms={1e3 * sum(plain['cpu'].values()):.2f} wal={plain['wal']:.0f} "
         f"cells_at_100k={page.needed(measured, 'plain', 100_000)['cells']:.0f}",
         flush=True,

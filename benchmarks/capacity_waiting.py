@@ -38,7 +38,7 @@ WHOLE = 1_000_000
 WHOLE_PUBLISHED = 2 * PASSES * BATCH * PENDING
 # Bytes of a waiting row with its indexes, whole and short, before any is measured; what sorting an index takes beside them; and
 # the log, with the rest of the servers.
-GUESS, GUESS_SHORT, ROOM, OWED = 1400.0, 420.0, 1.15, 4 << 30
+GUESS, GUESS_SHORT, ROOM, OWED = 1400.0, 380.0, 1.15, 4 << 30
 
 _FILL = """
 INSERT INTO idempotency.outbox (message_id, tenant, task, key, fingerprint, message, queue, origin, status, available_at,

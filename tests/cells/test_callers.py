@@ -22,8 +22,11 @@ from idempotency.letters.consumer import DeadLetterConsumer
 from idempotency.letters.examine import examine
 from idempotency.operate.change import Change
 from idempotency.operate.replay import replay
+from idempotency.relay.relay import Relay
+from idempotency.relay.resend import resend_lost
 from idempotency.streams import StreamMessage, kafka, stream
 from idempotency.streams.preparing import Prepared, Refused, prepare
+from idempotency.testing.inline import Outbox
 from idempotency.wire.delivery import Delivery
 from tests.cells.conftest import Cells, Count, Serve
 from tests.support import celled
@@ -168,6 +171,34 @@ def test_a_message_for_a_tenant_of_another_cell_becomes_a_letter_and_ends_nothin
     monkeypatch.delenv("MOVED")
     replay(app, letter.id, Change("ann", "moved back"))
     assert accepted(engines["eu"]) == [("eu-acme", "a1")]
+
+
+def test_a_row_whose_tenant_is_of_another_cell_by_now_waits_for_a_person(
+    serve: Serve, engines: dict[str, Engine], count: Count, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Moved too early, or by mistake: it has one open letter, is not sent again by itself, and runs once after a replay."""
+    serve("eu")
+    enqueue(engines["eu"], "eu-acme")
+    monkeypatch.setenv("MOVED", json.dumps({"eu-acme": "us"}))
+    consumer, relay = DeadLetterConsumer(app), Relay(app)
+    consumer._connect()
+    assert relay.run_once().published == 1
+    with app.connection_for_read() as broker:
+        eventually(app.amqp.queues["deposits"](broker).get, what="the message").reject()
+    eventually(lambda: consumer.run_once(), what="the dead letter")
+    assert letters(engines["eu"]) == [("eu-acme", "other_cell")]
+    with engines["eu"].connect() as connection:
+        connection.execute(text("UPDATE idempotency.outbox SET published_at = published_at - interval '1 day'"))
+    resend_lost(app)
+    assert relay.run_once().published == 0
+    monkeypatch.delenv("MOVED")
+    with engines["eu"].connect() as connection:
+        id = connection.execute(text("SELECT id FROM idempotency.dead_letters")).scalar_one()
+    replay(app, id, Change("ann", "a wrong directory"))
+    Outbox(app, allow_database=engines["eu"].url.database).run()
+    consumer.close()
+    relay.close()
+    assert (count("eu", "a1"), count("eu", "receipt of a1"), count("us", "a1")) == (1, 1, 0)
 
 
 def test_a_claim_is_refused_whatever_has_come_before_it(serve: Serve, engines: dict[str, Engine], count: Count) -> None:
