@@ -21,7 +21,7 @@ comma := ,
 with_services = env="$$($(VENV)/python -m services env)" && eval "$$env" && exec
 
 .DEFAULT_GOAL := help
-.PHONY: check cluster cluster-down help venv pins audit docs kubernetes web-pictures up down status demo api fuzz test long test-lowest test-python versions ecosystem celery-suite edge-suite faults drill chaos chaos-many controls search saga-programs saga-crashes saga-deploy stores lint types sandbox worker relay beat flower doctor metrics bench soak profile clean migrate
+.PHONY: check cluster cluster-down help venv pins audit docs kubernetes web-pictures up down status demo api fuzz test long test-lowest test-python versions ecosystem celery-suite edge-suite faults drill chaos chaos-many controls search saga-programs saga-crashes saga-deploy stores lint types sandbox worker relay beat flower doctor metrics bench soak capacity profile clean migrate
 
 help:
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -213,6 +213,9 @@ bench: .venv/ready ## compare with plain Celery and what else there is; ONLY=uni
 
 soak: .venv/ready ## a long run under load: slopes of memory, files, connections, tables, queues; OPERATIONS=1000000
 	@$(VENV)/python -m benchmarks.soak --operations $(or $(OPERATIONS),1000000) $(ARGS)
+
+capacity: .venv/ready ## what an operation costs each component, and what very many need: rewrites docs/capacity.md; OPERATIONS=10000 WAITING=10000000
+	@$(VENV)/python -m benchmarks.capacity $(if $(OPERATIONS),--operations $(OPERATIONS)) $(if $(WAITING),--waiting $(WAITING)) $(ARGS)
 
 profile: .venv/ready ## measure function calls, CPU, round trips and time per phase of one attempt
 	@$(VENV)/python -m benchmarks.profile $(ARGS)

@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .application import runtime_for, use_cells
     from .attempt.effects import DidNotHappen, EffectInDoubt, Happened, StillUnknown
     from .errors import (
         AttemptsExhausted,
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
         Undecided,
         Unfinished,
         UnsupportedControl,
+        WrongCell,
     )
     from .events import apublish, publish, subscribe
     from .handle import Handle, StoredOperation, lookup
@@ -49,6 +51,10 @@ if TYPE_CHECKING:
     from .worker.task import IdempotentTask
 
 _HOME = {
+    "application": (
+        "runtime_for",
+        "use_cells",
+    ),
     "attempt.effects": (
         "DidNotHappen",
         "EffectInDoubt",
@@ -83,6 +89,7 @@ _HOME = {
         "Undecided",
         "Unfinished",
         "UnsupportedControl",
+        "WrongCell",
     ),
     "events": (
         "apublish",
@@ -147,12 +154,15 @@ __all__ = [
     "Undecided",
     "Unfinished",
     "UnsupportedControl",
+    "WrongCell",
     "apublish",
     "content_hash",
     "idempotent_task",
     "lookup",
     "publish",
+    "runtime_for",
     "subscribe",
+    "use_cells",
 ]
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from .attempt.runtime import Runtime
+from .errors import SettingsError
 from .framework import framework
 from .settings import PREFIX, Settings
 
@@ -17,23 +18,30 @@ if TYPE_CHECKING:
     from celery import Celery
 
 _open: WeakKeyDictionary[Celery, Runtime] = WeakKeyDictionary()
+# Of a process without a cell: the runtimes of those that it calls into, by name.
+_open_cells: WeakKeyDictionary[Celery, dict[str, Runtime]] = WeakKeyDictionary()
 _lock = threading.Lock()
 
 
 # In the place of an address, where no task needs Postgres.
 NO_DATABASE = "postgresql+psycopg://"
+# What is nobody's where there are cells. What a relay does not know in the place of large results, it deletes.
+_EACH_CELLS_OWN = frozenset({"database_url", "large_results_at"})
 
 
-def settings_of(app: Celery, *, needs_database: bool = True) -> Settings:
+def settings_of(app: Celery, *, needs_database: bool = True, cell: str | None = None) -> Settings:
     """Read the settings from the application's configuration, in its namespace if it has one.
 
-    Without `needs_database`, for tasks whose records are in a store, no address of one has to be given. Raises
-    `SettingsError`, as `Settings.read` does.
+    Without `needs_database`, for tasks whose records are in a store, no address of one has to be given. `cell`: those of this
+    cell instead of the process's own. Raises `SettingsError`, as `Settings.read` does, and where there are cells and the
+    process serves none.
     """
     # with namespace="CELERY", as Celery finds its own: CELERY_IDEMPOTENCY_LEASE
     prefixes = [PREFIX] if app.namespace is None else [PREFIX, f"{app.namespace}_{PREFIX}".upper()]
     names = {key.removeprefix(prefix).lower() for key in app.conf for prefix in prefixes if key.startswith(prefix)}
     given = {name: app.conf[PREFIX + name] for name in names}
+    if given.get("cells"):
+        given = _of_cell(given, cell)
     is_frameworks = "database_url" not in given and (url := framework().database_url()) is not None
     if is_frameworks:
         given["database_url"] = url
@@ -45,12 +53,90 @@ def settings_of(app: Celery, *, needs_database: bool = True) -> Settings:
     )
 
 
+def _of_cell(given: dict[str, Any], cell: str | None) -> dict[str, Any]:
+    """The settings with those of the cell over them; what they are not, `Settings.read` says."""
+    if common := sorted(_EACH_CELLS_OWN & given.keys()):
+        raise SettingsError(f"{PREFIX}{common[0]}: each cell has its own, in {PREFIX}cells")
+    cells, serves = given["cells"], cell or given.get("cell")
+    names = ", ".join(map(str, cells))
+    if serves is None:
+        raise SettingsError(
+            f"{PREFIX}cell: this process serves none of {names}; set IDEMPOTENCY_CELL, and call use_cells(app) after the "
+            "configuration. Without a cell there are only enqueue and handles, for a tenant that is named"
+        )
+    if not isinstance(cells, Mapping) or not isinstance(own := cells.get(serves), Mapping):
+        raise SettingsError(f"{PREFIX}cell: {serves!r} is none of {names}")
+    return {**given, **{name: value for name, value in own.items() if name != "broker_url"}, "cell": serves}
+
+
+def use_cells(app: Celery) -> None:
+    """Have this process serve the cell that the environment's IDEMPOTENCY_CELL names, or none.
+
+    Call it once the application is configured. It sets `idempotency_cell` and Celery's
+    `broker_url`. Raises `SettingsError` for settings that do not fit, and for a cell that is not there.
+    """
+    from .environment import environment  # takes a while to import, and most applications have no cells
+
+    if not app.conf.get(f"{PREFIX}cells"):
+        raise SettingsError(f"{PREFIX}cells: not set")
+    if framework().database_url() is not None:
+        raise SettingsError(f"{PREFIX}cells: the framework has one database for all tenants")
+    serve_cell(app, environment().cell)
+
+
+def serve_cell(app: Celery, cell: str | None) -> None:
+    """Have this process serve this cell from now on, or none. What it has open of another is closed."""
+    close_runtime(app)
+    app.conf[f"{PREFIX}cell"] = cell
+    settings = _settings_of_callers(app)  # all of them are checked, whichever this process serves
+    if cell is not None:
+        if cell not in settings.cells:
+            raise SettingsError(f"{PREFIX}cell: {cell!r} is none of {', '.join(settings.cells)}")
+        app.conf["broker_url"] = settings.cells[cell].broker_url.get_secret_value()
+        app.conf["broker_read_url"] = app.conf["broker_write_url"] = None  # or they would win
+
+
+def _settings_of_callers(app: Celery) -> Settings:
+    """The settings as a process without a cell has them: of any cell, to find a tenant's by."""
+    return settings_of(app, cell=next(iter(app.conf[f"{PREFIX}cells"]))).model_copy(update={"cell": None})
+
+
+def serves_no_cell(app: Celery) -> bool:
+    """Whether there are cells, and this process serves none of them: it has no broker, and no database of its own."""
+    return bool(app.conf.get(f"{PREFIX}cells")) and app.conf.get(f"{PREFIX}cell") is None
+
+
 def runtime_of(app: Celery) -> Runtime:
-    """The runtime of this application in this process, opened on first use. Raises `SettingsError`.
+    """The runtime of this application in this process, opened on first use: of the cell that it serves. Raises `SettingsError`.
 
     A forked pool child gets its own, so it never shares a socket with its parent.
     """
     return framework().runtime(app) or _of_this_process(app) or _opened(app)
+
+
+def runtime_for(app: Celery, tenant: str | None) -> Runtime:
+    """The runtime of the cell that a tenant is of: `Session(runtime_for(app, tenant).engine)` is a session to enqueue with.
+
+    Where there are no cells, that of the application. Raises `WrongCell` for a tenant that is in no cell, or of another one than
+    this process serves; and `SettingsError`, also in a process without a cell for no tenant.
+    """
+    if tenant is None or not serves_no_cell(app):
+        runtime = runtime_of(app)
+        if tenant is not None:
+            runtime.settings.check_cell(tenant)
+        return runtime
+    with _lock:
+        opened = _open_cells.setdefault(app, {})
+        if any(each.pid != os.getpid() for each in opened.values()):
+            for each in opened.values():
+                each.abandon()
+            opened.clear()
+        settings = next((each.settings for each in opened.values()), None) or _settings_of_callers(app)
+        cell = settings.cell_for(tenant)
+        assert cell is not None
+        if cell not in opened:
+            opened[cell] = Runtime(settings_of(app, cell=cell))
+        return opened[cell]
 
 
 def _of_this_process(app: Celery) -> Runtime | None:
@@ -87,12 +173,13 @@ def runtime_replaced(app: Celery, runtime: Runtime) -> Iterator[None]:
 def close_runtime(app: Celery) -> None:
     """Close what this process holds open for the application; the next use opens it again."""
     with _lock:
-        runtime = _open.pop(app, None)
-    if runtime is not None:
-        runtime.close()
+        runtimes = [_open.pop(app, None), *_open_cells.pop(app, {}).values()]
+    for runtime in runtimes:
+        if runtime is not None:
+            runtime.close()
 
 
 def close_all_runtimes() -> None:
     """Close what this process holds open for any application."""
-    for app in list(_open):
+    for app in {*_open, *_open_cells}:
         close_runtime(app)

@@ -15,6 +15,8 @@ class Environment(BaseSettings):
     prometheus_multiproc_dir: Path | None = None
     # Proves who runs an operator's command. An argument would end up in the shell's history and the process list.
     token: SecretStr | None = Field(None, validation_alias="IDEMPOTENCY_TOKEN")
+    # The cell that this process serves, for `use_cells`.
+    cell: str | None = Field(None, validation_alias="IDEMPOTENCY_CELL")
     # With what the roles of `migrate --roles` may log in. A role without one keeps the password that it has, if any.
     idempotency_owner_password: SecretStr | None = None
     idempotency_application_password: SecretStr | None = None

@@ -6,6 +6,7 @@
     ├── CallRefused                 raised by the call itself: nothing was written or published
     │   ├── MissingKey
     │   ├── InvalidKey
+    │   ├── WrongCell               the tenant is of another cell, or of none
     │   └── InvalidArguments        a TypeError, too
     │       └── Misuse              of a saga by its own code: it stops, and is not undone
     ├── PermanentError              fails the operation without another attempt
@@ -38,22 +39,19 @@
     ├── OperationNotFound
     ├── UnknownVersion              written by newer code: left to processes that can read it
     ├── AddressRefused              a webhook may not be sent there
-    │                               from operators' commands, which then changed nothing:
-    ├── ReplayRefused
+    ├── ReplayRefused               this and those below: from operators' commands, which then changed nothing
     ├── DiscardRefused
     ├── BulkRefused                 too many dead letters for one command
     ├── ChangeRefused
     ├── NotAllowed                  a role that may not do this
     │   └── NotAuthenticated        no token, or none that is valid
     └── MailRefused                 the report could not be mailed
-
     Exception                       internal: never reaches a task or its caller
     ├── Unanswered                  Postgres did not answer within the time a delivery may wait
     ├── TransactionEnded            an undo or on_failed ended its transaction
     ├── AnswerNotStored             an HTTP handler answered, and its operation is open
     ├── BrokerUnavailable
     └── NotConnected                SQLAlchemy's OperationalError: no connection to Postgres
-
     AssertionError
     └── NotIdempotent               of a test with `assert_idempotent`
 
@@ -91,6 +89,10 @@ class InvalidKey(CallRefused):
     """The idempotency key breaks a rule; the message says which."""
 
 
+class WrongCell(CallRefused):
+    """The tenant is of another cell than this process or session, or of none; the message names both."""
+
+
 class InvalidArguments(CallRefused, TypeError):
     """An argument or option is invalid; the message names the field and the limit. A `TypeError`, as in Celery."""
 
@@ -109,8 +111,7 @@ class PermanentError(IdempotencyError):
 
     def __init__(self, message: str, code: str | None = None) -> None:
         super().__init__(message, code)
-        self.message = message
-        self.code = code or self.default_code
+        self.message, self.code = message, code or self.default_code
 
     def __setattr__(self, name: str, value: object) -> None:
         if name == "message":  # both end up in Postgres
@@ -228,8 +229,7 @@ class Again(IdempotencyError):
 
     def __init__(self, delay: float | None, cause: BaseException) -> None:
         super().__init__(delay, cause)
-        self.delay = delay
-        self.cause = cause
+        self.delay, self.cause = delay, cause
 
     def __str__(self) -> str:
         return str(self.cause)

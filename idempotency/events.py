@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary, WeakSet
 
 from celery import Celery, current_app
 
-from .application import runtime_of
+from .application import runtime_for
 from .errors import CallRefused, InvalidArguments, SettingsError
 from .observe.logs import log
 from .store import outbox, saga_steps
@@ -132,10 +132,11 @@ def publish(
         keys.check_key(ordering_key, field="ordering_key")
     attributes = new_attributes(event_type, source or f"/{application.main or 'celery'}")
     event_id = attributes["id"]
-    runtime = runtime_of(application)
+    runtime = runtime_for(application, tenant)
     settings = runtime.settings
+    tenant = tenant or settings.tenant
     data = as_data(payload, limit=settings.arguments_limit)
-    connection = in_transaction_of(session, runtime.home)
+    connection = in_transaction_of(session, runtime.home_for(tenant))
     for subscription in _subscriptions_of(application):
         if subscription.matches(event_type, data):
             event = {**attributes, "data": data}
@@ -145,15 +146,13 @@ def publish(
     for match in _matches(application, event_type, data):
         with explained():
             event_text = json.dumps({**attributes, "data": data})
-            saga_steps.keep_event(
-                connection, tenant or settings.tenant, settings.service, event_type, match, event_id, event_text
-            )
+            saga_steps.keep_event(connection, tenant, settings.service, event_type, match, event_id, event_text)
     if exchange is not None:
         headers = {f"cloudEvents:{name}": value for name, value in attributes.items() if name != "datacontenttype"}
         headers |= {} if runtime.traces is None else runtime.traces.current().headers()
         route = {"exchange": exchange, "routing_key": event_type, "mandatory": False}
         message = Message(headers, json.dumps(data), route, {"message_id": event_id})
-        id = OperationId(tenant or settings.tenant, external_task(settings.service), event_id)
+        id = OperationId(tenant, external_task(settings.service), event_id)
         fingerprint = keys.fingerprint({"data": data})
         with explained():
             outbox.insert(

@@ -14,7 +14,7 @@ from celery import Celery
 from sqlalchemy.exc import OperationalError
 from typing_extensions import TypeVar
 
-from .application import runtime_of
+from .application import runtime_for, runtime_of
 from .errors import FingerprintMismatch, OperationBusy, OperationFailed, OperationNotFound
 from .framework import framework
 from .store import operations, waking
@@ -91,7 +91,7 @@ class Handle(Generic[R_co]):
         return stored
 
     def _read(self) -> StoredOperation[R_co] | None:
-        runtime = runtime_of(self.app)
+        runtime = runtime_for(self.app, self.id.tenant)
         with runtime.autocommit(self.id.tenant) as connection:
             row = operations.lookup(connection, self.id, runtime.settings.service)
         if row is None:
@@ -123,7 +123,7 @@ class Handle(Generic[R_co]):
         return "accepted" if operation is None else operation.status
 
     def _waits(self) -> bool:
-        runtime = runtime_of(self.app)
+        runtime = runtime_for(self.app, self.id.tenant)
         with runtime.autocommit(self.id.tenant) as connection:
             return operations.accepted(connection, self.id, runtime.settings.service) is not None
 
@@ -136,8 +136,8 @@ class Handle(Generic[R_co]):
         is none, and `OperationNotFound` if the task is a misspelt name of one of the application's.
         """
         _check_spelling(self.app, self.id.task)
-        runtime = runtime_of(self.app)
-        waking.wake(in_transaction_of(session, runtime.home), self.id, runtime.settings.service)
+        runtime = runtime_for(self.app, self.id.tenant)
+        waking.wake(in_transaction_of(session, runtime.home_for(self.id.tenant)), self.id, runtime.settings.service)
 
     def wait(self, timeout: float) -> StoredOperation[R_co]:
         """Wait until the operation has ended. Raises `OperationBusy` after `timeout` seconds, also if Postgres is away.
@@ -175,7 +175,7 @@ class Handle(Generic[R_co]):
     async def _in_thread(self, read: Callable[[], StoredOperation[R_co] | None]) -> StoredOperation[R_co] | None:
         if (reader := framework().reader()) is not None:
             return cast("StoredOperation[R_co] | None", await reader(read))
-        readers = runtime_of(self.app).readers
+        readers = runtime_for(self.app, self.id.tenant).readers
         return await asyncio.get_running_loop().run_in_executor(readers, read)
 
     def __await__(self) -> Generator[Any, None, R_co]:
@@ -197,7 +197,7 @@ class Handle(Generic[R_co]):
         assert operation is not None
         if not references.is_reference(operation.result_text or ""):
             return _result_of(operation)
-        fetchers = runtime_of(self.app).fetchers
+        fetchers = runtime_for(self.app, self.id.tenant).fetchers
         return await asyncio.get_running_loop().run_in_executor(fetchers, _result_of, operation)
 
 

@@ -34,6 +34,8 @@ OF_SAGAS = (SAGA_MISMATCH, COMPENSATION_FAILED, RESULT_UNREADABLE, EffectUnknown
 # It belongs to no operation, whatever it says.
 UNSIGNED, ALTERED, BEYOND_LIMIT = "unsigned", "altered", "beyond_limit"
 UNHANDLED = "unhandled"
+# Its tenant is of another cell.
+OTHER_CELL = "other_cell"
 # Its key is another operation's.
 FINGERPRINT_MISMATCH, SERVICE_MISMATCH = FingerprintMismatch.code, ServiceMismatch.code
 # The error of its letter.
@@ -53,6 +55,7 @@ OF_MESSAGES = {
     "invalid_arguments": "the arguments do not fit the task, or are not JSON",
     "expired": "past its expires",
     "other_service": "in the outbox of another application, which is to run it",
+    OTHER_CELL: "its tenant is of another cell than this one, or of none",
     "delivery_limit": "delivered too often without an answer: each delivery lost its worker or its connection",
     "maxlen": "the queue was full",
     "rejected": "rejected by the worker",

@@ -28,7 +28,8 @@ from sqlalchemy.engine import make_url
 from sqlalchemy.orm import Session
 
 from . import setting_values as values
-from .errors import SettingsError
+from .cells import Cell, CellOfSetting, check_agree, which
+from .errors import SettingsError, WrongCell
 from .hosts import check_hosts
 from .objects import ObjectStore
 from .setting_values import StoreAddress, WebAddress
@@ -67,6 +68,11 @@ class Settings(BaseModel):
     plain_text_hosts: Annotated[tuple[str, ...], BeforeValidator(values.separated), AfterValidator(check_hosts)] = ()
     # The tenant of calls that name none; keys are unique per tenant.
     tenant: Annotated[str, AfterValidator(values.tenant)] = "default"
+    # Tenants spread over several databases: what differs in each cell, by its name; which cell a tenant is of, by a mapping, a
+    # function or its name; and the one cell that this process serves. `use_cells` takes that from IDEMPOTENCY_CELL.
+    cells: dict[str, Cell] = {}
+    cell_of: CellOfSetting = None
+    cell: str | None = None
 
     # How long a claim is respected without renewal. Long enough to survive a garbage collection or a busy machine,
     # short enough that a holder that died on another host is replaced within about a minute.
@@ -272,7 +278,17 @@ class Settings(BaseModel):
             )
         if self.longest_run < self.lease:
             raise ValueError(f"max_run must not be below lease: max_run={self.max_run} lease={self.lease}")
+        check_agree(self.cells, self.cell_of, self.cell)
         return self
+
+    def cell_for(self, tenant: str) -> str | None:
+        """The cell that a tenant is of; None where there are no cells. Raises `WrongCell` and `SettingsError`."""
+        return which(self.cells, self.cell_of, tenant) if self.cells else None
+
+    def check_cell(self, tenant: str) -> None:
+        """Raise `WrongCell` for a tenant of another cell than this process serves, or of none."""
+        if self.cells and (cell := self.cell_for(tenant)) != self.cell:
+            raise WrongCell(f"tenant {tenant!r} is of cell {cell!r}, and this process serves {self.cell!r}")
 
     @classmethod
     def read(cls, given: Mapping[str, Any]) -> Self:
@@ -308,6 +324,11 @@ class Settings(BaseModel):
     def longest_run(self) -> float:
         """How long one attempt's lease is renewed at most, in seconds."""
         return self.max_run or 10 * self.lease
+
+
+def secrets() -> set[str]:
+    """The names of settings that have secrets in them, such as addresses with passwords."""
+    return {name for name, field in Settings.model_fields.items() if "SecretStr" in repr(field.annotation)} | {"cells"}
 
 
 def _describe(problem: Any) -> str:

@@ -48,8 +48,9 @@ def claim(
 
     `Busy` comes only after a duplicate was counted on the record, now or by an earlier delivery: its holder will finish
     it, so this delivery may go. (Not if the operation is `only_asked` for: its caller asks again.) `again`: after a doubt,
-    when the holder may be this attempt, whatever a hint says.
+    when the holder may be this attempt, whatever a hint says. Raises `WrongCell`, too.
     """
+    runtime.settings.check_cell(delivery.id.tenant)
     with runtime.phase(delivery.id.task, "claim"):
         return _claim(runtime, delivery, token, patiently, again)
 

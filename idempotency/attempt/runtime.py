@@ -133,6 +133,10 @@ class Runtime:
     def _engines(self) -> tuple[Engine, ...]:
         return self.engine, self._autocommit_engine, self._heartbeat_engine
 
+    def home_for(self, tenant: str) -> Home:
+        """The database, as it is named to a caller for this tenant."""
+        return self.home if self.settings.cell is None else self.home.of_cell(self.settings.cell, tenant)
+
     def phase(self, task: str, name: str) -> AbstractContextManager[object]:
         """Time a phase of a delivery, and trace it where that is on."""
         timed = metrics.phase(task, name)

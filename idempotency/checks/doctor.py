@@ -6,9 +6,13 @@ arguments, and the settings of an application's own database sessions.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from celery import Celery
 
-from ..settings import Settings
+from ..application import close_runtime, serve_cell, serves_no_cell
+from ..errors import SettingsError
+from ..settings import PREFIX, Settings
 from ..store.connections import login
 from ..worker.deduplicated import deduplicated_tasks
 from ..worker.task import idempotent_tasks
@@ -23,6 +27,7 @@ from .redis import check_redis
 from .sagas import check_sagas
 from .settings import (
     check_celery_settings,
+    check_cell,
     check_content,
     check_pool_size,
     check_restored,
@@ -41,15 +46,37 @@ from .unreachable import check_server
 def doctor(app: Celery) -> list[Finding]:
     """Check the application and its servers; returns findings, the worst first. Changes nothing; may take seconds.
 
-    An unreachable server is a finding, not an exception. One whose address is refused is not asked.
+    An unreachable server is a finding, not an exception. One whose address is refused is not asked. A process that serves no
+    cell checks each, and their findings begin with its name.
     """
     app.loader.import_default_modules()  # registers the tasks
+    if not serves_no_cell(app):
+        return _worst_first(_doctor(app))
+    findings, before = [], dict(app.conf.changes)
+    try:
+        for cell in list(app.conf[f"{PREFIX}cells"]):
+            serve_cell(app, cell)
+            findings += [replace(each, subject=f"{cell}: {each.subject}") for each in _doctor(app)]
+    except SettingsError:
+        findings += read_settings(app)[1]
+    finally:
+        close_runtime(app)
+        app.conf.changes.clear()
+        app.conf.changes.update(before)
+    return _worst_first(findings)
+
+
+def _doctor(app: Celery) -> list[Finding]:
     if deduplicated_tasks(app) and not idempotent_tasks(app):
         findings = [*check_stores(app), *check_tls(app, None)]
     else:
         findings = [*_check_with_postgres(app), *check_stores(app)]
     if not is_refused(findings, "broker_url", "broker_read_url", "broker_write_url"):
         findings += check_server("broker", "broker_url", lambda: check_broker(app))
+    return findings
+
+
+def _worst_first(findings: list[Finding]) -> list[Finding]:
     order = list(reversed(Level))
     return sorted(findings, key=lambda finding: order.index(finding.level))
 
@@ -99,7 +126,7 @@ def check_configuration(app: Celery, given: Settings | None) -> list[Finding]:
     if given is not None:
         findings += [*check_retentions(tasks, given), *check_providers(tasks, given), *check_signatures(app, given)]
         findings += [*check_remote_control(app, given), *check_longest_runs(app, tasks, given)]
-        findings += [*check_webhooks(given), *check_restored(given)]
+        findings += [*check_webhooks(given), *check_restored(given), *check_cell(app, given)]
         findings += check_pool_size(str(app.conf.worker_pool), app.conf.worker_concurrency, given)
         findings += check_target(login(given))
     findings += check_tls(app, given)

@@ -9,7 +9,7 @@ from celery import Celery
 
 from ..application import settings_of
 from ..errors import InvalidArguments, SettingsError
-from ..settings import PREFIX, Settings
+from ..settings import PREFIX, Settings, secrets
 from ..wire import keys
 from ..worker.task import IdempotentTask
 from .findings import Finding, ok, refusal, warning
@@ -33,8 +33,8 @@ def read_settings(app: Celery) -> tuple[Settings | None, list[Finding]]:
 
 def _got(app: Celery, setting: str) -> str:
     # never a secret, as an address is, nor what is misspelt, which may be one; if two settings conflict, the error has both values
-    field = Settings.model_fields.get(setting.removeprefix(PREFIX))
-    value = None if field is None or "SecretStr" in repr(field.annotation) else app.conf.get(setting)
+    name = setting.removeprefix(PREFIX)
+    value = None if name not in Settings.model_fields or name in secrets() else app.conf.get(setting)
     return "" if value is None else f", got {value!r}"
 
 
@@ -75,6 +75,19 @@ def check_schedule(app: Celery, tasks: list[IdempotentTask]) -> list[Finding]:
                 found = f"{error} of the idempotent task {task.name}"
                 findings.append(refusal(f"beat_schedule {entry_name}", found, "each tick would be refused"))
     return findings
+
+
+def check_cell(app: Celery, given: Settings) -> list[Finding]:
+    """Whether this process has the broker of the cell that it serves: another's messages are of other tenants."""
+    if given.cell is None:
+        return []
+    wanted = given.cells[given.cell].broker_url.get_secret_value()
+    if any(address != wanted for address in (app.conf.broker_read_url, app.conf.broker_write_url)):
+        found = f"is not that of the cell {given.cell!r}"
+        advice = "call use_cells(app) after the configuration, and set neither CELERY_BROKER_URL nor its kin"
+        return [refusal("broker_url", found, advice)]
+    others = ", ".join(name for name in given.cells if name != given.cell)
+    return [ok("cell", f"{given.cell}; the others: {others or 'none'}")]
 
 
 def check_restored(given: Settings) -> list[Finding]:

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from functools import partial
+from typing import Any
 
 from ..attempt.runtime import Runtime
-from ..errors import InvalidKey, MissingKey, SettingsError
+from ..errors import InvalidKey, MissingKey, SettingsError, WrongCell
+from ..observe.logs import log
 from ..wire.keys import HTTP_TASK, OperationId, check_key
 from . import options
 from .asgi import Application, Receive, Scope, Send
@@ -32,7 +34,8 @@ class IdempotencyMiddleware:
     """Answer repeated requests from the record of the first, by their header `Idempotency-Key`.
 
     `runtime`: what `idempotency.attempt.runtime.Runtime` has made, or a function that returns it, which is asked with
-    each request: for a server that forks, and for a lifespan that closes it. `tenant(scope)`: whose keys these are;
+    each request: for a server that forks, and for a lifespan that closes it. Where tenants are in cells, a function of the
+    tenant may return the runtime of its cell; a tenant of another cell is answered with 421. `tenant(scope)`: whose keys these are;
     without a function, all are of the setting `tenant`. `required`: whether a request without a key is refused; may be a
     function of the scope. `methods`: the keyed ones; others pass through.
 
@@ -51,7 +54,7 @@ class IdempotencyMiddleware:
         self,
         app: Application,
         *,
-        runtime: Runtime | Callable[[], Runtime],
+        runtime: Runtime | Callable[[], Runtime] | Callable[[str], Runtime],
         tenant: Callable[[Scope], str] | None = None,
         required: bool | Callable[[Scope], bool] = False,
         methods: Collection[str] = ("POST", "PATCH"),
@@ -67,6 +70,9 @@ class IdempotencyMiddleware:
     ) -> None:
         self.app = app
         self._given_runtime = runtime
+        self._is_by_tenant = options.takes_tenant(runtime)
+        if self._is_by_tenant and tenant is None:
+            raise SettingsError("tenant: has to be given where the runtime is a function of it")
         self._tenant = tenant
         self._required = required
         options.check_functions(runtime=runtime, tenant=tenant, required=required, decide=decide)
@@ -79,7 +85,8 @@ class IdempotencyMiddleware:
         self._rule_of = partial(rule_of, decide=decide, server_errors=server_errors)
         self._concurrency = concurrency
         self._patience = patience
-        self._threads: Threads | None = None
+        # of each cell: one whose Postgres hangs takes no other's
+        self._threads: dict[str | None, Threads] = {}
         self._quotas = Quotas()
         if isinstance(runtime, Runtime):
             self._terms(runtime)  # refuse wrong limits at start, not with the first request
@@ -107,7 +114,7 @@ class IdempotencyMiddleware:
 
     def _tenant_of(self, scope: Scope) -> str:
         if self._tenant is None:
-            return self._runtime().settings.tenant
+            return self._runtime("").settings.tenant
         try:
             return check_key(self._tenant(scope), field="tenant")
         except MissingKey:
@@ -118,7 +125,12 @@ class IdempotencyMiddleware:
             raise Refused(problem(400, "tenant_invalid", "Not a tenant", str(error))) from None
 
     async def _carry_out(self, request: Request, tenant: str, key: str, send: Send) -> None:
-        runtime = self._runtime()
+        try:
+            runtime = self._runtime(tenant)
+            runtime.settings.check_cell(tenant)
+        except WrongCell as error:
+            log.warning("http_wrong_cell", error=str(error))
+            raise Refused(problem(421, "other_cell", "Not served here", "This tenant is served elsewhere.")) from None
         exchange = Exchange(
             self.app, request, OperationId(tenant, HTTP_TASK, key), runtime, self._terms(runtime), self._quotas
         )
@@ -128,15 +140,20 @@ class IdempotencyMiddleware:
         finally:
             exchange.close()
 
-    def _runtime(self) -> Runtime:
+    def _runtime(self, tenant: str) -> Runtime:
+        given: Any = self._given_runtime
         # a function is asked each time: a lifespan that ends closes its runtime, and the next one opens another
-        return self._given_runtime if isinstance(self._given_runtime, Runtime) else self._given_runtime()
+        if isinstance(given, Runtime):
+            return given
+        found: Runtime = given(tenant) if self._is_by_tenant else given()
+        return found
 
     def _started_threads(self, runtime: Runtime) -> Threads:
-        if self._threads is None:
+        cell = runtime.settings.cell
+        if cell not in self._threads:
             most = self._concurrency or 2 * runtime.settings.pool_size
-            self._threads = Threads(most, self._patience, tenants=self._tenant is not None)
-        return self._threads
+            self._threads[cell] = Threads(most, self._patience, tenants=self._tenant is not None)
+        return self._threads[cell]
 
     def _terms(self, runtime: Runtime) -> Terms:
         most = runtime.settings.result_limit

@@ -7,6 +7,7 @@ from collections.abc import Collection
 from functools import partial
 from typing import Any
 
+from ..attempt.runtime import Runtime
 from ..errors import SettingsError
 from .body import media_type_of
 from .rules import SERVER_ERRORS
@@ -38,6 +39,17 @@ def check_functions(**given: Any) -> None:
             function = function.func
         if any(inspect.iscoroutinefunction(each) for each in (function, getattr(function, "__call__", None))):  # noqa: B004
             raise SettingsError(f"{name}: must be an ordinary function, not a coroutine function")
+
+
+def takes_tenant(runtime: Any) -> bool:
+    """Whether the runtime is given as a function of the tenant."""
+    if isinstance(runtime, Runtime):
+        return False
+    parameters = inspect.signature(runtime).parameters.values()
+    return any(
+        each.default is each.empty and each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)
+        for each in parameters
+    )
 
 
 def _texts(name: str, given: Collection[str]) -> Collection[str]:

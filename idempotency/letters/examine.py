@@ -12,8 +12,8 @@ from celery.utils.time import maybe_iso8601, maybe_make_aware
 from kombu import Message
 
 from ..application import runtime_of
-from ..errors import CallRefused, InvalidArguments, MissingKey, SettingsError
-from ..reasons import ALTERED, BEYOND_LIMIT, UNSIGNED
+from ..errors import CallRefused, InvalidArguments, MissingKey, SettingsError, WrongCell
+from ..reasons import ALTERED, BEYOND_LIMIT, OTHER_CELL, UNSIGNED
 from ..wire import keys
 from ..wire.arriving import TooLarge
 from ..wire.headers import (
@@ -205,6 +205,8 @@ def _named(task: IdempotentTask, payload: Any, headers: Mapping[str, Any]) -> Ex
         named = task.named_by(args, kwargs, headers)
     except MissingKey:
         return Examined("missing_key", task)
+    except WrongCell:
+        return Examined(OTHER_CELL, task)
     except InvalidArguments as error:
         return Examined("invalid_arguments", task, detail=str(error))
     except CallRefused:

@@ -15,7 +15,7 @@ from kombu import Message as BrokerMessage
 
 from ..application import runtime_of
 from ..errors import CallRefused
-from ..reasons import ALTERED, BEYOND_LIMIT, OF_MESSAGES, UNHANDLED, UNSIGNED
+from ..reasons import ALTERED, BEYOND_LIMIT, OF_MESSAGES, OTHER_CELL, UNHANDLED, UNSIGNED
 from ..store import letters
 from ..store.answers import error_text
 from ..store.letters import BrokerLetter
@@ -66,6 +66,7 @@ def dead_of(
             fingerprints = [keys.check_key(given, field="fingerprint")]
             task = keys.check_key(headers.get("task"), field="task")
             id = OperationId(keys.check_key(tenant), task, keys.check_key(headers.get(KEY_HEADER)))
+            runtime_of(app).settings.check_cell(id.tenant)  # what is of another cell is not for this database to end
         except CallRefused:
             return None  # not a message of ours
         if keys.fingerprint_version(given) is None or not body_of(message.body)[1]:
@@ -145,7 +146,7 @@ def was_allowed_to_expire(app: Celery, message: BrokerMessage) -> bool:
 
 def reason_of(message: BrokerMessage, examined: Examined) -> str:
     death = death_of(message.headers).reason
-    if examined.reason in ("other_service", "stale", UNHANDLED, UNSIGNED, ALTERED, BEYOND_LIMIT):
+    if examined.reason in ("other_service", "stale", OTHER_CELL, UNHANDLED, UNSIGNED, ALTERED, BEYOND_LIMIT):
         return examined.reason  # however it died, this application must not end what it names
     if death in ("delivery_limit", "maxlen"):
         return str(death)

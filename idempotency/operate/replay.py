@@ -12,7 +12,7 @@ from celery import Celery
 from sqlalchemy import Connection, Row
 
 from ..application import runtime_of
-from ..errors import NotAuthenticated, ReplayRefused
+from ..errors import NotAuthenticated, ReplayRefused, WrongCell
 from ..framework import framework
 from ..reasons import ALTERED, CANCELLED, FOUND_BY_US, REVOKED, UNHANDLED, UNSIGNED
 from ..settings import Settings
@@ -92,6 +92,7 @@ def replay(app: Celery, letter: int, change: Change, *, confirmed: Collection[To
         service = runtime.settings.service
         _check_signature(connection, letter, runtime.settings)
         _check_not_erased(connection, letter)
+        _check_cell(connection, letter, runtime.settings)
         _check_has_message(connection, letter, runtime.settings)
         _reopen_webhook(connection, letter)
         details: dict[str, Any] = {"dead_letter": letter}
@@ -165,6 +166,18 @@ def _check_not_erased(connection: Connection, letter: int) -> None:
         raise ReplayRefused(
             f"dead letter {letter}: the data of its operation was erased at {at:%F %T%z}; it never runs again"
         )
+
+
+def _check_cell(connection: Connection, letter: int, settings: Settings) -> None:
+    """Raise `ReplayRefused` for the letter of a tenant that is of another cell by now: what is spent is recorded there."""
+    tenant = dead_letters.show(connection, letter).tenant
+    try:
+        if tenant is not None:
+            settings.check_cell(tenant)
+    except WrongCell as refused:
+        raise ReplayRefused(
+            f"dead letter {letter}: {refused}; call its task in that cell, or discard the letter"
+        ) from None
 
 
 def _check_has_message(connection: Connection, letter: int, settings: Settings) -> None:

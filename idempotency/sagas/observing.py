@@ -6,7 +6,7 @@ from typing import Any
 
 from celery import Celery, current_app
 
-from ..application import runtime_of
+from ..application import runtime_for
 from ..errors import InvalidArguments
 from ..observe.logs import log
 from ..store import sagas
@@ -34,18 +34,19 @@ def observe(
     `InvalidArguments`, also for the name of a saga of this application, and `InvalidKey`.
     """
     application = app or current_app._get_current_object()
-    runtime = runtime_of(application)
+    runtime = runtime_for(application, tenant)
+    tenant = tenant or runtime.settings.tenant
     if status not in STATUSES:
         raise InvalidArguments(f"status: must be one of {', '.join(STATUSES)}, got {status!r}")
     if hasattr(application.tasks.get(saga_type), "saga_entity"):
         raise InvalidArguments(f"saga_type: {saga_type!r} is a saga, which keeps its own rows")
     for field, value in (("saga_type", saga_type), ("entity_id", entity_id), ("step", step)):
         keys.check_key(value, field=field)
-    connection = in_transaction_of(session, runtime.home)
+    connection = in_transaction_of(session, runtime.home_for(tenant))
     with explained():
         is_noted = sagas.observe(
             connection,
-            OperationId(tenant or runtime.settings.tenant, saga_type, entity_id),
+            OperationId(tenant, saga_type, entity_id),
             service=runtime.settings.service,
             step=step,
             result=results.to_text(data, limit=runtime.settings.result_limit, what="data"),

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
 from sqlalchemy.engine import make_url
 
-from ..errors import InvalidArguments
+from ..errors import InvalidArguments, WrongCell
 from ..setting_values import database_hosts
 
 # Host, port and database, as a client names them.
@@ -23,15 +24,31 @@ class Home:
     def __init__(self, address: str, identity: Callable[[], str]) -> None:
         url = make_url(address)
         self._identity = identity
+        self._cell: tuple[str, str] | None = None
         self._known = {place_of(host, port, url.database) for host, port in database_hosts(address)}
+
+    def of_cell(self, cell: str, tenant: str) -> Home:
+        """The same database, whose refusals name the cell, and the tenant that is of it."""
+        home = copy.copy(self)
+        home._cell = cell, tenant
+        return home
 
     def knows(self, place: Place) -> bool:
         """Whether a place is known to be this database."""
         return place in self._known
 
     def compare(self, place: Place, identity: Any) -> None:
-        """Note that a place is this database, by what its server answers. Raises `InvalidArguments` if it is not."""
+        """Note that a place is this database, by what its server answers.
+
+        Raises `InvalidArguments` if it is not, and `WrongCell` if it is not that of a tenant's cell.
+        """
         if str(identity) != self._identity():
+            if self._cell is not None:
+                cell, tenant = self._cell
+                raise WrongCell(
+                    f"session: is connected to another database ({place[0]}:{place[1]}/{place[2]}) than that of cell {cell!r}, "
+                    f"which tenant {tenant!r} is of"
+                )
             raise InvalidArguments(
                 f"session: is connected to another database ({place[0]}:{place[1]}/{place[2]}) than "
                 "idempotency_database_url, so no relay would send the message"

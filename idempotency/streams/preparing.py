@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import InvalidKey, MissingKey
+from ..errors import InvalidKey, MissingKey, WrongCell
+from ..reasons import OTHER_CELL
 from ..settings import Settings
 from ..store.statements import describe
 from ..wire.delivery import Delivery
@@ -44,7 +45,11 @@ def prepare(stream: Stream, message: StreamMessage, settings: Settings) -> Prepa
         return Refused(message, "undecodable", type(error).__name__)
     try:
         with exits_are_errors():
-            return Prepared(message, event, stream.delivery(event, message, settings))
+            delivery = stream.delivery(event, message, settings)
+            settings.check_cell(delivery.id.tenant)
+            return Prepared(message, event, delivery)
+    except WrongCell as error:
+        return Refused(message, OTHER_CELL, str(error))
     except MissingKey as error:
         return Refused(message, "missing_key", str(error))
     except InvalidKey as error:

@@ -6,6 +6,7 @@ from sqlalchemy import Connection
 
 from ..attempt.runtime import Runtime
 from ..observe.logs import log
+from ..reasons import OF_MESSAGES, OTHER_CELL
 from ..store import letters, stream_letters, streams
 from ..store.answers import error_text
 from ..store.letters import BrokerLetter
@@ -23,6 +24,7 @@ EXPLANATIONS = {
     "undecodable": "the value could not be decoded",
     "missing_key": "no idempotency key",
     "invalid_key": "the idempotency key or the tenant breaks a rule",
+    OTHER_CELL: OF_MESSAGES[OTHER_CELL],
     "fingerprint_mismatch": "this idempotency key was used with another value",
     "service_mismatch": "this idempotency key is used by another application in this database",
 }

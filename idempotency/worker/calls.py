@@ -11,8 +11,8 @@ from celery import Signature
 from kombu.utils.uuid import uuid
 from typing_extensions import ParamSpec
 
-from ..application import runtime_of
-from ..errors import CallRefused, InvalidArguments
+from ..application import runtime_for, runtime_of, serves_no_cell
+from ..errors import CallRefused, InvalidArguments, WrongCell
 from ..framework import framework
 from ..handle import Handle, R_co
 from ..observe.logs import log
@@ -72,6 +72,18 @@ class KeyedTask(Keyed[P, R_co], Generic[P, R_co]):
     def _settings(self) -> Settings:
         return runtime_of(self.app).settings
 
+    def _settings_for(self, tenant: str) -> Settings:
+        return runtime_for(self.app, tenant).settings
+
+    def _check_serves(self, tenant: object) -> None:
+        """Raise `WrongCell` where only `enqueue` is left: in a process that serves no cell, and so has no broker."""
+        if serves_no_cell(self.app):
+            cell = None if tenant is None else runtime_for(self.app, str(tenant)).settings.cell
+            named = "no tenant is given" if cell is None else f"tenant {tenant!r} is of cell {cell!r}"
+            raise WrongCell(
+                f"{self.name}: {named}, and this process serves no cell: enqueue it, with a session of that cell's database"
+            )
+
     @_needs_session
     def enqueue(self, session: Caller, /, *args: P.args, **kwargs: P.kwargs) -> Handle[R_co]:
         """Send this task with the caller's commit: `capture_payment.enqueue(session, payment_id=...)`.
@@ -120,7 +132,8 @@ class KeyedTask(Keyed[P, R_co], Generic[P, R_co]):
         check_options(self.app, task_id=task_id, **options)
         # the decorator's options apply to every message of the task, as in apply_async
         options = {name: value for name, value in self._get_exec_options().items() if name in TASK_OPTIONS} | options
-        connection = in_transaction_of(session, runtime_of(self.app).home)
+        runtime = runtime_for(self.app, id.tenant)
+        connection = in_transaction_of(session, runtime.home_for(id.tenant))
 
         def write(message: Message) -> None:
             if span is not None:
@@ -131,7 +144,7 @@ class KeyedTask(Keyed[P, R_co], Generic[P, R_co]):
                     id,
                     headers[FINGERPRINT_HEADER],
                     message,
-                    service=runtime_of(self.app).settings.service,
+                    service=runtime.settings.service,
                     queue=message.queue(self.app),
                     countdown=countdown,
                     eta=eta,
@@ -139,7 +152,7 @@ class KeyedTask(Keyed[P, R_co], Generic[P, R_co]):
                 )
 
         headers = {**own, **headers}
-        with sending.span_of(runtime_of(self.app), "enqueue", self.name, own) as span:
+        with sending.span_of(runtime, "enqueue", self.name, own) as span:
             headers |= {} if span is None else span.headers()
             publishing.publish(self, args, kwargs, write, task_id=task_id, headers=headers, **shown(id), **options)
         return Handle(self.app, id, task_id, headers[FINGERPRINT_HEADER])
@@ -179,6 +192,7 @@ class KeyedTask(Keyed[P, R_co], Generic[P, R_co]):
         celerys = (task_id, producer, link, link_error, shadow)
         named = {"idempotency_key": idempotency_key, "tenant": tenant}
         try:
+            self._check_serves((options.get("headers") or {}).get(TENANT_HEADER) if tenant is None else tenant)
             if not follows:
                 following.check(self.app, (link, options.get("chain"), options.get("chord")), link_error)
             with sending.span_of(runtime_of(self.app), "send", self.name, options.get("headers") or {}) as span:
@@ -204,6 +218,7 @@ class KeyedTask(Keyed[P, R_co], Generic[P, R_co]):
 
         Raises `CallRefused` inside an open transaction of this thread, because the task commits on another connection.
         """
+        self._check_serves(tenant)
         framework().check_no_transaction()
         eager.check_no_transaction(runtime_of(self.app))
         args, kwargs = self._as_sent(args, kwargs)

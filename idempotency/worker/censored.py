@@ -13,7 +13,7 @@ from typing import Any
 
 from celery.app import utils
 
-from ..settings import PREFIX, Settings
+from ..settings import PREFIX, secrets
 
 # Celery 5.5 hides the password in `broker_url` alone, and none that is in the options of an address.
 OTHERS = ("broker_read_url", "broker_write_url", "result_backend")
@@ -21,7 +21,7 @@ OTHERS = ("broker_read_url", "broker_write_url", "result_backend")
 
 def hide_secrets() -> None:
     """Make Celery hide the settings of ours that are secrets. Idempotent."""
-    names = [PREFIX + name for name, field in Settings.model_fields.items() if "SecretStr" in repr(field.annotation)]
+    names = [PREFIX + name for name in sorted(secrets())]
     ours = "|".join([*names, *OTHERS])
     pattern = utils.HIDDEN_SETTINGS.pattern
     if ours not in pattern:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic
 
 from celery import Task
 
-from ..errors import InvalidArguments, InvalidKey, MissingKey, SettingsError
+from ..errors import InvalidArguments, InvalidKey, MissingKey, SettingsError, WrongCell
 from ..handle import R_co
 from ..settings import Settings
 from ..wire import keys
@@ -81,6 +81,12 @@ class Keyed(TypedTask[P, R_co], Generic[P, R_co]):
         """The settings of the application. Raises `SettingsError`."""
         raise NotImplementedError
 
+    def _settings_for(self, tenant: str) -> Settings:
+        """The settings where a tenant's operations are. Raises `WrongCell` and `SettingsError`."""
+        settings = self._settings
+        settings.check_cell(tenant)
+        return settings
+
     def delay(self, *args: P.args, **kwargs: P.kwargs) -> AsyncResult[R_co]:
         """Send the task now, like `apply_async`, with its arguments alone."""
         return self.apply_async(args, kwargs)
@@ -119,7 +125,7 @@ class Keyed(TypedTask[P, R_co], Generic[P, R_co]):
         key = headers.get(KEY_HEADER) if key is None else key
         tenant = headers.get(TENANT_HEADER) if tenant is None else tenant
         id = self._operation(arguments, key, tenant)
-        settings = self._settings
+        settings = self._settings_for(id.tenant)
         limit = settings.arguments_limit + beyond
         if (size := len(keys.canonical_json(arguments))) > limit:
             raise InvalidArguments(f"arguments: at most {limit} bytes as JSON, got {size}")
@@ -162,8 +168,10 @@ class Keyed(TypedTask[P, R_co], Generic[P, R_co]):
             if key is None and function is None:
                 raise MissingKey("give idempotency_key=, or the task a key template")
             key = keys.made_by(function, arguments) if key is None and function is not None else keys.check_key(key)
-            return OperationId(keys.check_key(tenant, field="tenant"), self.name, key)
-        except (MissingKey, InvalidKey) as refused:
+            id = OperationId(keys.check_key(tenant, field="tenant"), self.name, key)
+            self._settings_for(id.tenant)  # a key of another cell is none here
+            return id
+        except (MissingKey, InvalidKey, WrongCell) as refused:
             raise type(refused)(f"{self.name}: {refused}") from None
 
     @property

@@ -147,13 +147,17 @@ def test_a_client_that_goes_while_it_waits_takes_no_thread(edge: Edge) -> None:
             await handler.are_inside(1)
             gone = asyncio.create_task(client.post("/pay", headers=scoped("quiet", new_key())))
             async with asyncio.timeout(30):
-                while not middleware._threads._waiting:
+                while not middleware._threads[None]._waiting:
                     await asyncio.sleep(0.01)
             gone.cancel()
             await asyncio.wait([gone])
             handler.go.set()
             await slow
             assert (await client.post("/pay", headers=scoped("quiet", new_key()))).status_code == 201
-        assert (middleware._threads._waiting, middleware._threads._free, len(middleware._threads._held)) == ([], 1, 0)
+        assert (
+            middleware._threads[None]._waiting,
+            middleware._threads[None]._free,
+            len(middleware._threads[None]._held),
+        ) == ([], 1, 0)
 
     asyncio.run(main())

@@ -14,6 +14,7 @@ from tests.support.documents import ROOT, blocks, pages, python_blocks
 RUN_BY = {
     "README.md": ("tests/integration/test_readme.py", 4),
     "docs/django.md": ("tests/django/test_page.py", 5),
+    "docs/cells.md": ("tests/cells/test_page.py", 2),
     "docs/engines.md": ("tests/integration/test_pages.py", 1),
     "docs/batches.md": ("tests/integration/test_batch.py", 1),
     "docs/events.md": ("tests/integration/test_readme.py", 1),

@@ -55,6 +55,7 @@ LAYERS = (
     ("wire",),
     ("objects",),
     ("setting_values",),
+    ("cells",),
     ("settings", "queues", "providers", "framework", "sentinel"),
     ("store",),
     ("broker",),

@@ -49,12 +49,15 @@ def test_the_public_names_are_these() -> None:
         "Undecided",
         "Unfinished",
         "UnsupportedControl",
+        "WrongCell",
         "apublish",
         "content_hash",
         "idempotent_task",
         "lookup",
         "publish",
+        "runtime_for",
         "subscribe",
+        "use_cells",
     ]
 
 

@@ -26,6 +26,8 @@ RUN_BY = {
     ("docs/api.md", "sh"): "tests/pipeline/test_api.py",
     ("docs/api.md", "json"): "tests/pipeline/test_api.py",
     ("docs/audit-past.md", "text"): "tests/integration/test_audit_past.py",
+    ("docs/cells.md", "sh"): "tests/cells/test_page.py",
+    ("docs/cells.md", "sql"): "tests/cells/test_page.py",
     ("docs/django.md", "python settings"): "tests/django/test_page.py",
     ("docs/existing-celery.md", "diff"): "tests/unit/test_documents.py",
     ("docs/monitoring.md", "json"): "tests/unit/test_snippets.py",
