@@ -90,6 +90,7 @@ def test_a_tenant_that_is_moved_is_charged_nothing_twice(
     call(engines["eu"], "after a refusal")
     run_all(cells, "eu")
     with engines["eu"].connect() as connection:
+        connection.execute(text("SELECT setval('idempotency.fence', 3000000)"))  # it has run for longer than the other
         connection.execute(text("UPDATE idempotency.records SET result = '7' WHERE key = 'spent'"))
         letter = text(
             "INSERT INTO idempotency.dead_letters (source, tenant, reason, payload) VALUES ('broker', 'eu-acme', 'x', '') RETURNING id"
@@ -124,4 +125,6 @@ def test_a_tenant_that_is_moved_is_charged_nothing_twice(
             text("SELECT key, result FROM idempotency.records WHERE task = 'deposit' ORDER BY key")
         )
         found = [tuple(row) for row in rows]
+        fence = connection.execute(text("SELECT fence FROM idempotency.records WHERE key = 'new'")).scalar_one()
     assert found == [("after a refusal", "1"), ("left", "1"), ("new", "1"), ("spent", "7")]
+    assert fence > 3000000
