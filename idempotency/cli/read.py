@@ -64,6 +64,9 @@ def print_status(app: AppOption = "", as_json: JsonOption = False) -> None:
                 for row in seen["processes"]
             ],
         )  # fmt: skip
+        for row in (row for row in seen["processes"] if row["is_silent"]):
+            where = f" in {row['directory']}" if row["directory"] else ""
+            print_line(f"{row['kind']} {row['name']} is silent; start it again on {row['host']}{where}: {row['start']}")
     most = max((n for by_status in seen["operations"].values() for n in by_status.values()), default=1)
     about = "about " if seen["operations_are_estimated"] else ""
     print_table(

@@ -7,13 +7,11 @@ cannot reach the webhook log, and leave the sending to those that can. At least 
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from celery import Celery
-from sqlalchemy import Row
 from sqlalchemy.exc import DBAPIError
 
 from ..application import runtime_of
@@ -42,6 +40,7 @@ from ..text import one_line
 from . import overview
 from .alerts import ALARM_INTERVALS, can_send, post
 from .notices import Notice
+from .started import start_of
 
 # Seconds between two checks, by whichever process. Well below the settings for alarms; a check costs Postgres up to half
 # a second with a long backlog.
@@ -96,21 +95,10 @@ def _of_processes(found: Snapshot, settings: Settings) -> Iterator[Alarm]:
                 f"check the process; if it is gone for good, run `{command} forget`",
                 fields={
                     **{name: getattr(process, name) for name in ("kind", "name", "host", "pid")},
-                    "start": _start(process),
+                    **({} if process.directory is None else {"directory": process.directory}),
+                    "start": start_of(process),
                 },
             )
-
-
-def _start(process: Row[Any]) -> str:
-    """How such a process is started, as a shell takes it; what starts it in production is the deployment's."""
-    if process.kind == "relay":
-        return f"{framework().command} relay -A yourapp"
-    if process.kind == "stream":
-        return f"{framework().command} stream -A yourapp"
-    if process.kind == "worker":
-        queues = ["--queues", ",".join(process.queues)] if process.queues else []
-        return shlex.join(["celery", "-A", "yourapp", "worker", "--hostname", process.name, *queues])
-    return "celery -A yourapp beat"
 
 
 def _of_rows(found: Snapshot, settings: Settings) -> Iterator[Alarm]:

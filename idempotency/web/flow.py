@@ -9,8 +9,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from ..framework import framework
 from ..store import alarms, flow, schema
 from ..store.overview import Snapshot
+from ..upkeep.started import start_of
 from .desk import desk_of, visitor_of
 from .runbooks import about
 from .shown import page
@@ -48,7 +50,7 @@ def seen(request: Request) -> dict[str, Any]:
             "bound": flow.BOUND,
             "broker_answered": broker.broker_answered,
             "processes": [
-                row._asdict() | {"is_silent": row.silent_seconds > settings.alarm_silence}
+                row._asdict() | {"is_silent": row.silent_seconds > settings.alarm_silence, "start": start_of(row)}
                 for row in sorted(
                     alive, key=lambda row: (row.silent_seconds <= settings.alarm_silence, row.kind, row.name)
                 )
@@ -60,6 +62,7 @@ def seen(request: Request) -> dict[str, Any]:
             "alarms": [
                 {"name": row.name, "since": row.since, "page": about(row.name, settings.own_runbooks)} for row in active
             ],
+            "forget": f"{framework().command} forget",
             "schema": revision,
             "newest_schema": schema.newest_revision(),
         }

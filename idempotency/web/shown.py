@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
@@ -139,7 +140,7 @@ def environment() -> Environment:
     )
     made.filters.update(
         age=age, since=since, moment=moment, count=count, short=short, error_of=error_of, masked=masked, pretty=pretty,
-        path_of=path_of, line=lambda text: one_line(str(text)), slug=lambda text: re.sub(r"[^a-z0-9]+", "-", str(text).lower()),
+        path_of=path_of, word=lambda text: shlex.quote(one_line(str(text))), line=lambda text: one_line(str(text)), slug=lambda text: re.sub(r"[^a-z0-9]+", "-", str(text).lower()),
     )  # fmt: skip
     made.globals.update(query=query)
     return made
