@@ -36,7 +36,7 @@ from ..store import alarms as stored
 from ..store.overview import QueueState, Snapshot, monitoring_connection
 from ..store.statements import is_news
 from ..streams.declaring import TASK_PREFIX, declared_streams
-from ..text import one_line
+from ..text import number_of, one_line
 from . import overview
 from .alerts import ALARM_INTERVALS, can_send, post
 from .notices import Notice
@@ -140,12 +140,12 @@ def _of_queues(found: Snapshot, settings: Settings) -> Iterator[Alarm]:
 def _of_ends(found: Snapshot, settings: Settings) -> Iterator[Alarm]:
     command = framework().command
     if found.unknown_effects:
-        operations = "1 operation" if found.unknown_effects == 1 else f"{found.unknown_effects} operations"
+        operations = number_of(found.unknown_effects, "operation")
         look = "dead-letters list --error effect_unknown"
         waiting = f"{operations} ended as effect_unknown: {command} {look}"
         yield Alarm(UNKNOWN_EFFECTS, "effects", waiting, f"{command} effects resolve, then replay", look=look)
     if found.not_kept:
-        operations = "1 operation waits" if found.not_kept == 1 else f"{found.not_kept:,} operations wait"
+        operations = number_of(found.not_kept, "operation waits", "operations wait")
         waiting = f"{operations} for their place, which does not take a result"
         look = "doctor --problems"
         advice = f"`{command} doctor` says what it answers; nothing is lost, and they go on by themselves"
@@ -171,7 +171,11 @@ def _of_streams(found: Snapshot, settings: Settings) -> Iterator[Alarm]:
             yield Alarm(f"{STREAM_STOPPED}/{name}", subject, stopped, advice, look="stream status", fields=fields)
         elif (row.lag or row.consumer in declared_streams()) and (row.lease_left is None or row.lease_left < 0):
             # only who reads a partition sees what comes to it
-            waiting = f"{row.lag:,} messages wait, or more" if row.lag else "whether messages wait is not known"
+            waiting = (
+                f"{number_of(row.lag, 'message waits', 'messages wait')}, or more"
+                if row.lag
+                else "whether messages wait is not known"
+            )
             waiting = f"no process handles {row.topic}/{row.partition}; {waiting}"
             advice, patience = f"start `{framework().command} stream`", settings.alarm_unconsumed
             yield Alarm(f"{STREAM_UNOWNED}/{name}", subject, waiting, advice, patience, "stream status", fields)
