@@ -31,17 +31,22 @@ SELECT * FROM (
     (SELECT {_COLUMNS} FROM idempotency.records WHERE available_at IS NOT NULL ORDER BY queue, available_at LIMIT %(bound)s)
 ) open WHERE {_KEYS} ? %(provider_key)s
 """
+# Found first: for the order and the limit alone, the planner would read all records by their key.
 _FIND = """
+WITH o AS MATERIALIZED ({of})
 SELECT DISTINCT o.tenant, o.task, o.key, e.key AS effect, e.value ->> 'state' AS state
-FROM ({of}) o CROSS JOIN LATERAL jsonb_each(o.effects) e
+FROM o CROSS JOIN LATERAL jsonb_each(o.effects) e
 WHERE {visible} AND e.value ->> 'key' = %(provider_key)s ORDER BY 1, 2, 3, 4 LIMIT %(most)s
 """
 _OF_SAGAS = f"""
+WITH s AS MATERIALIZED (
+    SELECT saga_id, name, state FROM idempotency.saga_steps WHERE kind = 'effect' AND entry ->> 'key' = %(provider_key)s
+)
 SELECT DISTINCT o.tenant, o.task, o.key, s.name AS effect, s.state
-FROM idempotency.saga_steps s
+FROM s
 JOIN idempotency.sagas g ON g.id = s.saga_id
 JOIN idempotency.records o ON (o.tenant, o.task, o.key) = (g.tenant, g.task, g.key)
-WHERE s.kind = 'effect' AND s.entry ->> 'key' = %(provider_key)s AND {VISIBLE} ORDER BY 1, 2, 3, 4 LIMIT %(most)s
+WHERE {VISIBLE} ORDER BY 1, 2, 3, 4 LIMIT %(most)s
 """
 # Without it, the search would read every record.
 _HAS_INDEXES = """
