@@ -10,7 +10,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from ..framework import framework
-from ..store import alarms, flow, schema
+from ..store import alarms, flow, schema, sharing
 from ..store.overview import Snapshot
 from ..upkeep.started import start_of
 from .desk import desk_of, visitor_of
@@ -30,6 +30,7 @@ def seen(request: Request) -> dict[str, Any]:
             # what belongs to no tenant is for those who see all
             alive = [] if tenants is not None else flow.processes(connection, desk.service)
             active = [] if tenants is not None else alarms.active(connection, desk.service)
+            others = [] if tenants is not None else sharing.sharers(connection, settings, bound=flow.BOUND)
             revision = schema.current_revision(connection)
         broker = desk.broker() if tenants is None else Snapshot()
         named = {name for name, stages in found.queues.items() if stages.has_work} | {*broker.queues}
@@ -62,6 +63,7 @@ def seen(request: Request) -> dict[str, Any]:
             "alarms": [
                 {"name": row.name, "since": row.since, "page": about(row.name, settings.own_runbooks)} for row in active
             ],
+            "others": others,
             "forget": f"{framework().command} forget",
             "schema": revision,
             "newest_schema": schema.newest_revision(),
