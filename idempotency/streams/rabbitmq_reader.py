@@ -25,6 +25,7 @@ from ..framework import framework
 from ..observe.crash_points import crash_point
 from ..observe.logs import log
 from ..observe.outages import reason
+from ..store.streams import EMPTY
 from ..wire.arriving import bound_what_arrives
 from .holdings import At, Holdings
 from .message import StreamMessage
@@ -139,13 +140,17 @@ class RabbitReader:
         self._is_to_begin = False
 
     def _latest(self, number: int) -> int | None:
-        """The offset of the next message that will be published; None: there is no such stream."""
+        """The offset of the next message that will be published, or `EMPTY`; None: there is no such stream."""
         queue = self._source.queue(number)
         try:
             if (end := self._end_of(queue)) is not None:
                 return end
             with self._broker.channel() as channel:  # it counts every five seconds
                 _, many, _ = channel.queue_declare(queue, passive=True)
+            if (
+                many == 1
+            ):  # a message; or what retention leaves, a file with nothing in it but an entry of the broker's own
+                return EMPTY if (end := self._end_of(queue, since="first")) is None else end
         except NotFound:
             return None
         if many:
@@ -270,7 +275,7 @@ class RabbitReader:
                 f"`{framework().command} stream seek` says where to go on",
             )
 
-    def _end_of(self, queue: str, *, is_wanted: Callable[[], bool] = lambda: True) -> int | None:
+    def _end_of(self, queue: str, *, is_wanted: Callable[[], bool] = lambda: True, since: str = "last") -> int | None:
         """The offset after the last message that a stream has, or had a moment ago; None: none has come."""
         end: list[int] = []
         with self._broker.channel() as channel:
@@ -283,7 +288,7 @@ class RabbitReader:
                     end[:] = [offset + 1]
                 channel.basic_ack(message.delivery_tag)
 
-            channel.basic_consume(queue, TAG, callback=received, arguments={OFFSET_HEADER: "last"})
+            channel.basic_consume(queue, TAG, callback=received, arguments={OFFSET_HEADER: since})
             until = time.monotonic() + END_PATIENCE
             while time.monotonic() < until and is_wanted():
                 before = list(end)

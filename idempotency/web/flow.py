@@ -18,6 +18,10 @@ from .runbooks import about
 from .shown import page
 
 
+# The most rows that are counted of each other application in the database.
+OTHERS = 1_000
+
+
 def seen(request: Request) -> dict[str, Any]:
     """What the page shows, at most a few seconds old, the same for all who see the same tenants."""
     desk, tenants = desk_of(request), visitor_of(request).tenants
@@ -30,7 +34,7 @@ def seen(request: Request) -> dict[str, Any]:
             # what belongs to no tenant is for those who see all
             alive = [] if tenants is not None else flow.processes(connection, desk.service)
             active = [] if tenants is not None else alarms.active(connection, desk.service)
-            others = [] if tenants is not None else sharing.sharers(connection, settings, bound=flow.BOUND)
+            others = [] if tenants is not None else sharing.sharers(connection, settings, bound=OTHERS)
             revision = schema.current_revision(connection)
         broker = desk.broker() if tenants is None else Snapshot()
         named = {name for name, stages in found.queues.items() if stages.has_work} | {*broker.queues}
@@ -64,6 +68,7 @@ def seen(request: Request) -> dict[str, Any]:
                 {"name": row.name, "since": row.since, "page": about(row.name, settings.own_runbooks)} for row in active
             ],
             "others": others,
+            "others_bound": OTHERS,
             "forget": f"{framework().command} forget",
             "schema": revision,
             "newest_schema": schema.newest_revision(),

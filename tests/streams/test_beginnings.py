@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from tests.streams.conftest import Make
@@ -69,3 +71,30 @@ def test_all_partitions_begin_at_once_whoever_is_given_them_first(make_streaming
         streaming.start_from("latest")
     streaming.wait_until_handled()
     assert sorted(streaming.entries()) == sorted(late)
+
+
+def empty(broker: RabbitBroker) -> None:
+    """Publish until retention has left nothing: a file that has just been begun, with an entry of the broker's own."""
+    for first in range(0, 20_000, 500):
+        broker.publish_many(500, first=first)
+        time.sleep(0.2)
+        if not broker.holds_any():
+            return
+    raise AssertionError("RabbitMQ keeps a message")
+
+
+def test_latest_of_a_stream_that_retention_has_emptied_is_what_comes_next(make_streaming: Make) -> None:
+    """Nobody says at which offset it ends; what is in it from now on is new, also if no process runs by then."""
+    streaming = make_streaming(
+        "rabbitmq", partitions=1, **{"x-stream-max-segment-size-bytes": 1000, "x-max-length-bytes": 1}
+    )
+    assert isinstance(streaming.broker, RabbitBroker)
+    empty(streaming.broker)
+    process = streaming.start_from("latest")
+    begun = "SELECT FROM idempotency.stream_positions WHERE advanced_at IS NOT NULL AND position IS NULL"
+    eventually(lambda: streaming.query(begun), what=process.log)
+    process.kill()
+    streaming.broker.publish({"account": "late"})
+    streaming.start_from("latest")
+    eventually(lambda: streaming.entries() == ["late"], what=streaming.logs()[-2000:])
+    assert streaming.stopped() == ""
