@@ -147,15 +147,13 @@ class RabbitReader:
                 return end
             with self._broker.channel() as channel:  # it counts every five seconds
                 _, many, _ = channel.queue_declare(queue, passive=True)
-            if (
-                many == 1
-            ):  # a message; or what retention leaves, a file with nothing in it but an entry of the broker's own
-                return EMPTY if (end := self._end_of(queue, since="first")) is None else end
+            if many == 1 and (end := self._end_of(queue, since="first")) is not None:
+                return end
         except NotFound:
             return None
-        if many:
+        if many > 1:
             raise BrokerUnavailable(f"{queue!r} has messages, and its last one does not come")
-        return 0
+        return EMPTY  # new, or a file that retention has left with nothing in it but an entry of the broker's own
 
     def lost(self, partition: Partition) -> None:
         """Read the partition no longer; the next look shows whether it is free."""

@@ -17,7 +17,6 @@ from .desk import desk_of, visitor_of
 from .runbooks import about
 from .shown import page
 
-
 # The most rows that are counted of each other application in the database.
 OTHERS = 1_000
 

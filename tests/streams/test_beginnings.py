@@ -12,7 +12,9 @@ from tests.support.streaming import Handler, RabbitBroker, Streaming
 
 
 def has_begun(streaming: Streaming) -> bool:
-    return streaming.positions() != {} and None not in streaming.positions().values()
+    """In each partition; of RabbitMQ, where there is nothing, there is no position."""
+    rows = streaming.query("SELECT advanced_at FROM idempotency.stream_positions")
+    return rows != [] and all(row.advanced_at is not None for row in rows)
 
 
 @pytest.mark.few(2)
@@ -36,7 +38,8 @@ def test_latest_is_where_the_first_process_has_started_whenever_the_first_messag
     process = streaming.start_from("latest")
     eventually(lambda: has_begun(streaming), what=process.log)
     process.kill()
-    assert streaming.positions() == {0: many}
+    nothing = None if isinstance(streaming.broker, RabbitBroker) else 0
+    assert streaming.positions() == {0: many or nothing}
     late = streaming.broker.publish_many(5, first=1000)  # while no process runs
     streaming.start_from("latest")
     streaming.wait_until_handled()
