@@ -169,7 +169,7 @@ def _of_streams(found: Snapshot, settings: Settings) -> Iterator[Alarm]:
             advice = "as it says; until then, nothing that comes after it is handled"
             stopped = f"{row.topic}/{row.partition}: {row.stopped}"
             yield Alarm(f"{STREAM_STOPPED}/{name}", subject, stopped, advice, look="stream status", fields=fields)
-        elif (row.lag or row.consumer in declared_streams()) and (row.lease_left is None or row.lease_left < 0):
+        elif (row.lag or _is_read(row)) and (row.lease_left is None or row.lease_left < 0):
             # only who reads a partition sees what comes to it
             waiting = (
                 f"{number_of(row.lag, 'message waits', 'messages wait')}, or more"
@@ -179,6 +179,12 @@ def _of_streams(found: Snapshot, settings: Settings) -> Iterator[Alarm]:
             waiting = f"no process handles {row.topic}/{row.partition}; {waiting}"
             advice, patience = f"start `{framework().command} stream`", settings.alarm_unconsumed
             yield Alarm(f"{STREAM_UNOWNED}/{name}", subject, waiting, advice, patience, "stream status", fields)
+
+
+def _is_read(row: Any) -> bool:
+    """Whether the application reads this partition. Of what it reads no more, only what was seen to wait alarms."""
+    declared = declared_streams().get(row.consumer)
+    return declared is not None and declared.source.reads(row.topic, row.partition)
 
 
 def run_once(app: Celery) -> int:
