@@ -47,6 +47,11 @@ def settings_of(app: Celery, *, needs_database: bool = True, cell: str | None = 
         given["database_url"] = url
     elif not needs_database:
         given.setdefault("database_url", NO_DATABASE)
+    elif "database_url" not in given and "store" in given:
+        raise SettingsError(
+            "idempotency_database_url: not set, and this is about what Postgres has. DeduplicatedTask keeps its records in "
+            "idempotency_store, about which docs/stores.md has the commands: `doctor`, `metrics` without -A, and a task's `drop`"
+        )
     settings = Settings.read({"service": app.main or "celery"} | given)
     return (
         settings.model_copy(update={"engine": framework().engine_maker(settings.engine)}) if is_frameworks else settings

@@ -13,6 +13,8 @@ class Environment(BaseSettings):
 
     # The directory in which the processes of one host count together (prometheus-client's multiprocess mode).
     prometheus_multiproc_dir: Path | None = None
+    # The application that a command is about, if `-A` does not say it; Celery's own variable.
+    celery_app: str | None = None
     # Proves who runs an operator's command. An argument would end up in the shell's history and the process list.
     token: SecretStr | None = Field(None, validation_alias="IDEMPOTENCY_TOKEN")
     # The cell that this process serves, for `use_cells`.

@@ -36,3 +36,18 @@ def without_values(text: str) -> str:
     if not any(each in text for each in ("DETAIL:", "CONTEXT:", "LINE ", "[parameters: ")):
         return text
     return shown.rstrip("\n") if (shown := _VALUES.sub("", text)) != text else text
+
+
+def number_of(number: int, one: str, many: str | None = None) -> str:
+    """A number with its word: `1 letter`, `2,000 letters`, `3 processes`."""
+    return f"{number:,} {one if number == 1 else many or f'{one}s'}"
+
+
+def attempts_made(attempts: int, spent_at: int | None) -> str:
+    """How often an operation has been tried, as a record counts it: `3 attempts`, `3 attempts, and 1 claim to end it`.
+
+    `spent_at`: the first claim that has found all attempts used up. It and later ones begin nothing new, so they are none.
+    """
+    begun = attempts if spent_at is None else min(attempts, spent_at - 1)
+    ending = "" if attempts == begun else f", and {number_of(attempts - begun, 'claim')} to end it"
+    return f"{number_of(begun, 'attempt')}{ending}"

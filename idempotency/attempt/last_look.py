@@ -16,6 +16,7 @@ from ..errors import AttemptsExhausted, Defer, LeaseLost, OutcomeInDoubt, Perman
 from ..reasons import REVOKED
 from ..store import claims
 from ..store.statements import describe
+from ..text import number_of
 from . import conclusions
 from .attempt import Attempt
 
@@ -31,7 +32,7 @@ def reason_to_end(attempt: Attempt) -> PermanentError | None:
         return conclusions.NotDeclined("revoked through Celery before it had ended", REVOKED)
     if attempt.claim.spent_at is not None:
         died = "; the process of the last one died, or was cut off" if attempt.claim.taken_over else ""
-        return AttemptsExhausted(f"no result after {attempt.claim.spent_at - 1} attempts{died}")
+        return AttemptsExhausted(f"no result after {number_of(attempt.claim.spent_at - 1, 'attempt')}{died}")
     return None
 
 

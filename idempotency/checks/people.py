@@ -10,6 +10,7 @@ from ..identities import are_outside, known_people, source
 from ..settings import Settings
 from ..store import people
 from ..store.overview import monitoring_connection
+from ..text import number_of
 from ..worker.task import idempotent_tasks
 from .findings import Finding, ok, warning
 
@@ -37,6 +38,8 @@ def check_operators(app: Celery, given: Settings) -> list[Finding]:
         return [ok("tokens", "only the role idempotency_operator can see whether anyone has a valid token")]
     if is_one_known:
         return []
-    found = f"none has a valid token, and {len(moving)} tasks move money ({moving[0]}, for one)"
-    advice = f"add one with `{framework().command} operators add`: only they can change what those do"
+    found = (
+        f"none has a valid token, and {number_of(len(moving), 'task moves', 'tasks move')} money ({moving[0]}, for one)"
+    )
+    advice = f"add one with `{framework().command} operators add`: only they can change what such a task does"
     return [warning("tokens", found, advice)]

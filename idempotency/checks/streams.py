@@ -16,6 +16,7 @@ from ..settings import Settings
 from ..streams.declaring import Stream, declared_streams
 from ..streams.kafka_options import configuration, connection_options
 from ..streams.sources import KafkaTopics, RabbitStream
+from ..text import number_of
 from .findings import Finding, Level, ok, refusal, warning
 from .unreachable import TIMEOUT, check_server
 
@@ -84,7 +85,7 @@ def _check_topics(stream: Stream, source: KafkaTopics, given: Settings) -> Itera
         if topic not in known:
             yield refusal(subject, f"Kafka has no topic {topic!r}", "make it, or correct its name")
         else:
-            yield ok(subject, f"topic {topic!r}, {len(known[topic].partitions)} partitions")
+            yield ok(subject, f"topic {topic!r}, {number_of(len(known[topic].partitions), 'partition')}")
             yield check_retention(subject, topic, _retention(client, topic), given.redelivery_horizon)
 
 
@@ -129,4 +130,4 @@ def _check_queues(app: Celery, stream: Stream) -> list[Finding]:
         return [
             refusal(subject, f"RabbitMQ has no stream {missing[0]!r}", "make it, or correct its name or partitions=")
         ]
-    return [ok(subject, f"of RabbitMQ, {len(queues)} partitions")]
+    return [ok(subject, f"of RabbitMQ, {number_of(len(queues), 'partition')}")]

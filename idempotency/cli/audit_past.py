@@ -22,6 +22,7 @@ from ..past.duplicates import Duplicates, Question, find_duplicates
 from ..past.naming import read_key
 from ..past.reading import connect_parameters, reading
 from ..past.table import Column, Table, find_table
+from ..text import number_of
 from .options import JsonOption
 from .terminal import console, errors, plain, print_json, print_line, print_table
 
@@ -152,7 +153,7 @@ def _signs_of_life(table: Table) -> Iterator[None]:
         waited = 0.0
         while not done.wait(SIGN_EVERY):
             waited += SIGN_EVERY
-            rows = f"about {table.rows:,} rows" if table.rows else "an unknown number of rows"
+            rows = f"about {number_of(table.rows, 'row')}" if table.rows else "an unknown number of rows"
             errors.print(plain(f"{table.shown}: {rows}, {waited:.0f} s so far"), markup=False, highlight=False)
 
     thread = threading.Thread(target=say, name="signs-of-life", daemon=True)
@@ -180,13 +181,13 @@ def _print(question: Question, answer: Duplicates) -> None:
     if answer.without_time and question.at is not None:
         without = "left out" if question.within is not None else "counted, without a distance"
         left_out += f"; {answer.without_time:,} without {question.at.name} {without}"
-    print_line(f"{question.table.shown}: {answer.rows:,} rows{left_out}")
+    print_line(f"{question.table.shown}: {number_of(answer.rows, 'row')}{left_out}")
     if not answer.groups:
         print_line(f"no two rows have the same {key}{_window(question)}")
         return
     print_line(
-        f"{answer.copies:,} rows too many, if the same {key}{_window(question)} means one operation: {answer.groups:,} groups "
-        f"of {answer.copies + answer.groups:,} rows"
+        f"{number_of(answer.copies, 'row')} too many, if the same {key}{_window(question)} means one operation: "
+        f"{number_of(answer.groups, 'group')} of {answer.copies + answer.groups:,} rows"
     )
     if question.amount is not None:
         _print_amount(question.amount, answer)

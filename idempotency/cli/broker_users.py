@@ -55,7 +55,7 @@ def broker_users(
         raise SettingsError("--rabbitmq FILE, --redis FILE: give at least one of them; - is stdout")
     celery = application(app)
     celery.loader.import_default_modules()  # they may declare queues
-    settings = settings_of(celery)
+    settings = settings_of(celery, needs_database=redis is not None)  # hints have the database's name in theirs
     if rabbitmq is not None:
         if not (passwords := broker_passwords()):
             names = ", ".join(f"IDEMPOTENCY_BROKER_{kind.upper()}_PASSWORD" for kind in KINDS)

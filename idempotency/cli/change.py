@@ -14,7 +14,7 @@ from celery import Celery
 
 from ..application import runtime_of
 from ..attempt.effects import DidNotHappen, Happened
-from ..errors import IdempotencyError
+from ..errors import IdempotencyError, OperationNotFound
 from ..framework import framework
 from ..operate.cancel import cancel
 from ..operate.change import Change, Shown, find, read
@@ -24,7 +24,7 @@ from ..operate.release import release
 from ..operate.rename import rename_service
 from ..operate.resolve import resolve_effect, resolve_effect_of_saga
 from ..operate.saga import is_saga
-from ..store import dead_letters, operations
+from ..store import dead_letters, operations, provider_keys
 from .options import (
     ActorOption,
     AppOption,
@@ -36,7 +36,7 @@ from .options import (
     TenantOption,
 )
 from .proof import proven, proven_if
-from .terminal import application, console, errors, print_json, print_line
+from .terminal import application, console, errors, print_json, print_line, print_table
 
 commands = typer.Typer()
 effects = typer.Typer(no_args_is_help=True, help="Calls outside whose outcome only a person can find out.")
@@ -132,6 +132,36 @@ def rename(
     else:
         counts = ", ".join(f"{table} {rows}" for table, rows in renamed.items())
         print_line(f"renamed: {old} is {new}: {counts}")
+
+
+@effects.command("find")
+def find_effect(
+    provider_key: Annotated[
+        str, typer.Argument(help="The idempotency key that the provider was given, as its dashboard shows it.")
+    ],
+    app: AppOption = "",
+    as_json: JsonOption = False,
+) -> None:
+    """Find the operation that has called a provider under this key."""
+    runtime = runtime_of(application(app))
+    with runtime.autocommit() as connection:
+        rows, are_all = provider_keys.with_provider_key(connection, runtime.settings.service, None, provider_key)
+    if not rows:
+        unasked = (
+            "" if are_all else "; more wait or run than were looked at, or the database is at a schema before 0020"
+        )
+        raise OperationNotFound(f"provider's key {provider_key[:80]!r}: no operation has called under it{unasked}")
+    if as_json:
+        print_json([row._asdict() for row in rows])
+        return
+    print_table(
+        "task",
+        "key",
+        "tenant",
+        "effect",
+        "state",
+        rows=([row.task, row.key, row.tenant, row.effect, row.state] for row in rows),
+    )
 
 
 @effects.command("resolve")

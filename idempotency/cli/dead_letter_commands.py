@@ -28,6 +28,7 @@ from ..store import dead_letters, discards
 from ..store.dead_letters import BULK_LIMIT, Group, Selection
 from ..store.statements import describe, repeatable
 from ..store.sweeps import is_row_error
+from ..text import attempts_made, number_of
 from ..upkeep import reports
 from ..wire.keys import OperationId
 from .options import ActorOption, AppOption, JsonOption, RequestOption, ServiceOption
@@ -126,6 +127,8 @@ def show_letter(
     if as_json:
         print_json(fields)
         return
+    if fields["attempts"] is not None:
+        fields["attempts"] = attempts_made(fields["attempts"], fields.pop("spent_at"))
     shown = ((name, value) for name, value in fields.items() if name not in ("payload", "headers"))
     print_table("field", "value", rows=((name, value) for name, value in shown if value is not None))
 
@@ -238,7 +241,7 @@ def report_letters(
         print_json([row._asdict() for row in rows])
     else:
         columns = ("service", "new", "replayed", "discarded", "open", "oldest_open", "reasons")
-        print_table(*columns, rows=(tuple(row) for row in rows), title=f"last {days} days")
+        print_table(*columns, rows=(tuple(row) for row in rows), title=f"last {number_of(days, 'day')}")
 
 
 @letters.command("consume")

@@ -27,6 +27,7 @@ from ..observe.outages import Pauses
 from ..observe.unreachable import reason
 from ..store import partitioning, roles, schema
 from ..store.connections import make_migrations_engine
+from ..text import number_of
 from ..upkeep import maintenance, objects
 from ..upkeep.loops import run_relay
 from .options import AppOption, JsonOption
@@ -74,7 +75,9 @@ def migrate(
         if partitioned is not None:
             console.print(f"records in partitions, one for each {partitioned}")
         if done:
-            console.print(f"roles, rights and row-level security: {len(done)} statements, which --json shows")
+            console.print(
+                f"roles, rights and row-level security: {number_of(len(done), 'statement')}, which --json shows"
+            )
 
 
 @commands.command()

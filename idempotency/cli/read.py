@@ -18,6 +18,7 @@ from ..framework import framework
 from ..operate.change import find
 from ..store import operations, saga_reading
 from ..store import overview as stored
+from ..text import attempts_made, number_of
 from ..upkeep import overview
 from .options import MAX_AGE, AppOption, JsonOption, KeyArgument, ServiceOption, TaskOption, TenantOption
 from .terminal import application, check_known, console, plain, print_json, print_line, print_table, task_named
@@ -64,6 +65,9 @@ def print_status(app: AppOption = "", as_json: JsonOption = False) -> None:
                 for row in seen["processes"]
             ],
         )  # fmt: skip
+        for row in (row for row in seen["processes"] if row["is_silent"]):
+            where = f" in {row['directory']}" if row["directory"] else ""
+            print_line(f"{row['kind']} {row['name']} is silent; start it again on {row['host']}{where}: {row['start']}")
     most = max((n for by_status in seen["operations"].values() for n in by_status.values()), default=1)
     about = "about " if seen["operations_are_estimated"] else ""
     print_table(
@@ -125,9 +129,9 @@ def list_operations(
         print_json([row._asdict() | {"error": row.error and json.loads(row.error)} for row in rows])
         return
     print_table(
-        "task", "key", "status", "attempts", "created", "error",
+        "task", "key", "status", "tried", "created", "error",
         rows=[
-            (row.task, row.key, row.status, row.attempts, row.created_at,
+            (row.task, row.key, row.status, attempts_made(row.attempts, row.spent_at), row.created_at,
              " ".join(filter(None, [_refused(row.refusals, row.first_refused_at), _error_of(row)])))
             for row in rows
         ],
@@ -171,7 +175,9 @@ def show_operation(
         # what an attempt of a completed operation has ended with is over
         over = {"error"} if record["status"] == "completed" else set()
         fields = [name for name, value in record.items() if value is not None and name not in {*shown, *over}]
-        print_table("record", "", rows=[(name, record[name]) for name in fields])
+        made = attempts_made(record["attempts"], record["spent_at"])
+        shown_as = record | {"attempts": made.removesuffix(" attempts").removesuffix(" attempt")}
+        print_table("record", "", rows=[(name, shown_as[name]) for name in fields])
     if shown["effects"]:
         print_table(
             "name", "kind", "state", "key number", "idempotency key", *(["result"] if with_payload else []),
@@ -192,11 +198,13 @@ def show_operation(
 def _print_rows(title: str, rows: list[dict[str, Any]], *columns: str) -> None:
     if rows:
         columns = tuple(column for column in columns if column in rows[0])
-        print_table(*columns, rows=[[row[column] for column in columns] for row in rows], title=title)
+        # of the relay's: the body has not run as often
+        names = ["tries to publish" if column == "attempts" else column for column in columns]
+        print_table(*names, rows=[[row[column] for column in columns] for row in rows], title=title)
 
 
 def _shared_with(other: dict[str, Any]) -> str:
-    due = f"{other['due']:,} rows due, {other['lease_over']:,} begun whose lease is over"
+    due = f"{number_of(other['due'], 'row')} due, {other['lease_over']:,} begun whose lease is over"
     if other["service"] is None:
         return f"rows without a service, whose tasks this application does not know: {other['due']:,}"
     relay = "its relay is running" if other["has_relay"] else "no relay of it is running"
@@ -204,7 +212,7 @@ def _shared_with(other: dict[str, Any]) -> str:
 
 
 def _refused(refusals: int, since: Any) -> str:
-    times = "once, at" if refusals == 1 else f"{refusals} times since"
+    times = "once, at" if refusals == 1 else f"{number_of(refusals, 'time')} since"
     return f"refused {times} {plain(since)}" if refusals else ""
 
 
@@ -225,8 +233,9 @@ def _queue_cells(queue: dict[str, Any]) -> Iterator[str]:
             f", {number('scheduled')} not due yet" if queue["scheduled"] else "",
         ]
     )
-    ready, consumers = ("?" if queue[name] is None else f"{queue[name]:,}" for name in ("ready", "consumers"))
-    yield f"{ready} ready, {consumers} consumers"
+    ready, consumers = queue["ready"], queue["consumers"]
+    of_them = "? consumers" if consumers is None else number_of(consumers, "consumer")
+    yield f"{'?' if ready is None else f'{ready:,}'} ready, {of_them}"
     yield number("running") + (f", {number('lease_over')} lease over" if queue["lease_over"] else "")
     when = "" if due is None else f", next due in {_age(due)}" if due > 0 else f", due for {_age(-due)}"
     yield number("released") + when

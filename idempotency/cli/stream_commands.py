@@ -14,7 +14,8 @@ from ..checks.startup import require_safe_setup
 from ..observe import outages
 from ..observe.logs import log
 from ..operate.change import Change
-from ..operate.seek import needs_token, seek_stream
+from ..operate.money import stream_moves_money
+from ..operate.seek import forget_position, needs_token, seek_stream
 from ..store import streams as stored
 from ..store.overview import monitoring_connection
 from ..store.streams import Place
@@ -144,3 +145,30 @@ def seek(
         )
     elif before is not None and to > before:
         console.print("what is between the two is not handled")
+
+
+@group.command()
+def forget(
+    name: Annotated[str, typer.Argument(help="The stream's name, as `stream status` prints it.")],
+    reason: ReasonOption,
+    actor: ActorOption,
+    topic: Annotated[str, typer.Option(help="The topic of Kafka, or the stream of RabbitMQ.")],
+    partition: Annotated[int, typer.Option(min=0)] = 0,
+    app: AppOption = "",
+    request_id: RequestOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Forget a partition that is read no more, because the stream has moved or is gone: its alarm ends."""
+    celery = application(app)
+    change = proven_if(
+        celery,
+        Change(actor, reason, request_id),
+        lambda _: stream_moves_money(celery, name),
+        action="stream forget",
+        what=f"stream {name}",
+    )
+    before = forget_position(celery, name, topic, partition, change)
+    if as_json:
+        print_json({"stream": name, "topic": topic, "partition": partition, "from": before})
+    else:
+        console.print(f"{name}: {topic}/{partition} is forgotten, was at {before}")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
+from ..text import attempts_made
 from .terminal import plain
 
 # How a row of each kind is called; the others by their kind and name.
@@ -53,7 +54,7 @@ def summary(shown: dict[str, Any]) -> Iterator[str]:
     if record is None:
         yield "not an operation"
     elif record["attempts"] and record["status"] in ("started", "released"):
-        yield f"attempt {record['attempts']}"
+        yield attempts_made(record["attempts"], record["spent_at"])
 
 
 def waited_for(row: dict[str, Any]) -> str:
@@ -121,7 +122,8 @@ def _details(row: dict[str, Any]) -> Iterator[str]:
     if _by_hand(row):
         yield "by hand"
     elif row["call_key"] is not None:
-        attempts = "" if row["call_attempts"] is None else f", attempts {row['call_attempts']}"
+        made = row["call_attempts"]
+        attempts = "" if made is None else f", {attempts_made(made, row['call_spent_at'])}"
         yield f"{row['call_task']} {row['call_key']}: {row['call_status'] or 'accepted'}{attempts}"
     if row["error"] is not None:
         yield _error(row["error"])

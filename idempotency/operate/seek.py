@@ -1,14 +1,18 @@
-"""Seek: move a stream's position to where a person wants it."""
+"""Seek: move a stream's position to where a person wants it; and forget one that is read no more."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
 
 from celery import Celery
 from sqlalchemy import Connection
 
 from ..application import runtime_of
 from ..errors import ChangeRefused, NotAuthenticated, OperationNotFound
-from ..store import streams
+from ..store import stream_places, streams
 from ..store.streams import Place
+from ..streams.declaring import declared_streams
 from .change import Change, audit, repeated
 from .money import NEEDS_TOKEN, stream_moves_money
 
@@ -59,3 +63,39 @@ def seek_stream(
         }
         audit(connection, change, "seek_stream", None, None, details=details)
     return before
+
+
+def forget_position(app: Celery, consumer: str, topic: str, partition: int, change: Change) -> int | None:
+    """Forget where a consumer was in a partition that it reads no more: its alarm ends. Returns where it was.
+
+    If it is read again after all, then from its beginning, as far as the broker has it: what was handled is known by its keys, for as
+    long as their records are kept. Raises `OperationNotFound` for one that is not known, `ChangeRefused` for one that a process has or
+    that this application reads, and `NotAuthenticated` for a stream that moves money, by a person who has not proved who they are.
+    """
+    runtime = runtime_of(app)
+    app.loader.import_default_modules()
+    place = Place(runtime.settings.service, consumer, topic, partition)
+    said = {"consumer": consumer, "topic": topic, "partition": partition}
+    declared = declared_streams().get(consumer)
+    with runtime.engine.begin() as connection:
+        if (done := repeated(connection, change, "forget_position", None, said=said)) is not None:
+            return _from(done.details)
+        row = streams.lock(connection, place)
+        if row is None:
+            raise OperationNotFound(f"stream {consumer}: no process of {place.service!r} has ever had {place}")
+        if row.is_owned:
+            raise ChangeRefused(f"stream {consumer}: {place} is being handled")
+        if declared is not None and declared.source.reads(topic, partition):
+            raise ChangeRefused(
+                f"stream {consumer}: the application reads {place}, and would begin anew; `seek` moves it"
+            )
+        if not change.is_verified and stream_moves_money(app, consumer):
+            raise NotAuthenticated(f"stream {consumer}: {NEEDS_TOKEN}")
+        stream_places.forget(connection, place)
+        audit(connection, change, "forget_position", None, None, details=said | {"from": row.position})
+    return _from({"from": row.position})
+
+
+def _from(details: Mapping[str, Any]) -> int | None:
+    position: int | None = details["from"]
+    return position

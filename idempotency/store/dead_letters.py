@@ -62,7 +62,12 @@ LIMIT %(limit)s
 
 _SERVICES = "SELECT id, consumer_service FROM idempotency.dead_letters WHERE id = ANY(%(ids)s)"
 
-_SHOW = "SELECT * FROM idempotency.dead_letters WHERE id = %(id)s"
+# `spent_at` of its operation: without it, the attempts say too much.
+_SHOW = """
+SELECT d.*, (SELECT r.spent_at FROM idempotency.records r
+             WHERE (r.tenant, r.task, r.key, r.generation) = (d.tenant, d.task, d.key, d.generation)) AS spent_at
+FROM idempotency.dead_letters d WHERE d.id = %(id)s
+"""
 
 _OPEN_LETTER = """
 SELECT max(id) FROM idempotency.dead_letters

@@ -26,7 +26,10 @@ WINDOW = 1_000
 # Reasons under which a letter may be about a call in doubt; what is in doubt is read in the record.
 _REASONS = "('effect_unknown', 'on_failed_error', 'unfinished', 'compensation_failed')"
 
-_LETTERS = f"""d.status = 'open' AND d.reason IN {_REASONS} AND {_MINE} AND (%(before)s::bigint IS NULL OR d.id < %(before)s)"""
+# Of one letter, if it is named.
+_ONLY = "(%(letter)s::bigint IS NULL OR d.id = %(letter)s)"
+_LETTERS = f"""d.status = 'open' AND d.reason IN {_REASONS} AND {_MINE} AND (%(before)s::bigint IS NULL OR d.id < %(before)s)
+    AND {_ONLY}"""
 
 # Of a saga, the calls are among its steps. What a person has said stays here until the letter is closed: it may be corrected.
 _OPEN = f"""
@@ -54,18 +57,18 @@ FROM (SELECT id, tenant, task, key, generation, status FROM idempotency.sagas
 JOIN idempotency.saga_steps s ON s.saga_id = g.id AND s.generation = g.generation AND s.kind = 'effect' AND s.state = 'begun'
 JOIN idempotency.dead_letters d ON (d.tenant, d.task, d.key) = (g.tenant, g.task, g.key) AND d.status = 'open'
     AND d.reason = 'effect_unknown'
-WHERE {_MINE}
+WHERE {_MINE} AND {_ONLY}
 ORDER BY d.id DESC, s.position LIMIT %(limit)s
 """
 
 _STILL_TRIES = """
-SELECT r.tenant, r.task, r.key, r.attempts, e.key AS effect, e.value ->> 'key' AS provider_key,
+SELECT r.tenant, r.task, r.key, r.attempts, r.spent_at, e.key AS effect, e.value ->> 'key' AS provider_key,
        extract(epoch FROM clock_timestamp())::float8 - (e.value ->> 'begun_at')::float8 AS age,
        extract(epoch FROM r.available_at - clock_timestamp())::float8 AS next_attempt, r.is_orphaned
-FROM ((SELECT tenant, task, key, attempts, effects, available_at, service, false AS is_orphaned
+FROM ((SELECT tenant, task, key, attempts, spent_at, effects, available_at, service, false AS is_orphaned
        FROM idempotency.records WHERE available_at IS NOT NULL ORDER BY queue, available_at LIMIT %(bound)s) UNION ALL
       -- nobody has recovered it yet: its holder has died in the middle of the call, say
-      (SELECT tenant, task, key, attempts, effects, NULL, service, true
+      (SELECT tenant, task, key, attempts, spent_at, effects, NULL, service, true
        FROM idempotency.records WHERE locked_until < clock_timestamp() ORDER BY locked_until LIMIT %(bound)s)) r
 CROSS JOIN LATERAL jsonb_each(r.effects) e
 WHERE (r.service = %(service)s) IS NOT FALSE AND (%(tenants)s::text[] IS NULL OR r.tenant = ANY(%(tenants)s))
@@ -84,7 +87,7 @@ def open_effects(
     connection: Connection, service: str, tenants: Sequence[str] | None, *, before: int | None, limit: int
 ) -> tuple[Sequence[Row[Any]], int | None]:
     """Calls in doubt of operations that have ended, and the letter before which the next page begins; None: there is none."""
-    fields = parameters(service, tenants, before=before, window=WINDOW, limit=limit)
+    fields = parameters(service, tenants, before=before, window=WINDOW, limit=limit, letter=None)
     rows = connection.exec_driver_sql(_OPEN, fields).all()
     if len(rows) == limit:  # the last operation may have more calls: the next page begins with it
         last = rows[-1].letter
@@ -96,7 +99,17 @@ def open_effects_of_sagas(
     connection: Connection, service: str, tenants: Sequence[str] | None, *, limit: int
 ) -> Sequence[Row[Any]]:
     """Calls in doubt for which sagas have stopped: few, because each has stopped with its letter."""
-    return connection.exec_driver_sql(_OF_SAGAS, parameters(service, tenants, bound=BOUND, limit=limit)).all()
+    fields = parameters(service, tenants, bound=BOUND, limit=limit, letter=None)
+    return connection.exec_driver_sql(_OF_SAGAS, fields).all()
+
+
+def of_letter(connection: Connection, service: str, tenants: Sequence[str] | None, letter: int) -> Sequence[Row[Any]]:
+    """The calls in doubt that one open letter is about, of its operation or its saga, and those of which a person has said what became."""
+    fields = parameters(service, tenants, letter=letter, before=None, window=1, bound=BOUND, limit=100)
+    return [
+        *connection.exec_driver_sql(_OPEN, fields).all(),
+        *connection.exec_driver_sql(_OF_SAGAS, fields).all(),
+    ]
 
 
 def still_tried(

@@ -13,6 +13,7 @@ from typing import Any
 from sqlalchemy import Connection, Row
 
 from .overview import QUEUES
+from .processes import STARTED
 from .visible import VISIBLE, parameters
 
 # The most rows that one count reads over all queues: a page is to answer in a fraction of a second.
@@ -87,10 +88,10 @@ KINDS = {"sent": _SENT, "running": _RUNNING, "released": _RELEASED, "ended": _EN
 OVER_ALL = ("running", "ended")
 
 # Also which code each is of, which a schema before 0018 does not know.
-_PROCESSES = """
+_PROCESSES = f"""
 SELECT kind, name, host, pid, version, coalesce(code_version, '–') AS code_version, queues, started_at, seen_at,
-       extract(epoch FROM clock_timestamp() - seen_at)::float8 AS silent_seconds
-FROM idempotency.processes WHERE service = %(service)s ORDER BY kind, name, host, pid LIMIT 1000
+       extract(epoch FROM clock_timestamp() - seen_at)::float8 AS silent_seconds, {STARTED}
+FROM idempotency.processes p WHERE service = %(service)s ORDER BY kind, name, host, pid LIMIT 1000
 """
 
 

@@ -19,7 +19,7 @@ WINDOW = 5_000
 KINDS = 2_000
 
 _FILTER = "(%(task)s::text IS NULL OR o.task = %(task)s) AND (%(tenant)s::text IS NULL OR o.tenant = %(tenant)s)"
-_COLUMNS = "tenant, task, key, status, queue, attempts, error_code, created_at, service"
+_COLUMNS = "tenant, task, key, status, queue, attempts, spent_at, error_code, created_at, service"
 
 # By the columns of an index that begins the order; the key makes it complete.
 _WINDOWS = {

@@ -164,7 +164,7 @@ GROUP BY task, service, reason ORDER BY task, service, reason
 """
 
 _LIST = """
-SELECT tenant, task, key, status, generation, fence, attempts, duplicates, locked_until, available_at,
+SELECT tenant, task, key, status, generation, fence, attempts, spent_at, duplicates, locked_until, available_at,
        created_at, updated_at, completed_at, error, 0 AS refusals, NULL AS first_refused_at, service
 FROM idempotency.records
 WHERE {condition} AND (service = %(service)s) IS NOT FALSE
@@ -180,7 +180,7 @@ _INDEXED = {"started": "locked_until IS NOT NULL", "released": "available_at IS 
 # The columns of _LIST for operations that are only in the outbox, among the newest rows of each queue.
 _LIST_ACCEPTED = f"""
 {_WAITING_QUEUES}
-SELECT tenant, task, key, 'accepted' AS status, 0 AS generation, NULL AS fence, 0 AS attempts, 0 AS duplicates,
+SELECT tenant, task, key, 'accepted' AS status, 0 AS generation, NULL AS fence, 0 AS attempts, NULL AS spent_at, 0 AS duplicates,
        NULL AS locked_until, min(available_at) AS available_at, min(created_at) AS created_at,
        max(updated_at) AS updated_at, NULL AS completed_at, max(error) AS error, max(refusals) AS refusals,
        min(first_refused_at) AS first_refused_at, max(service) AS service

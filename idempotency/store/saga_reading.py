@@ -88,7 +88,7 @@ _STOPPED = "AND g.stopped IS NOT NULL"
 
 _STEPS = """
 SELECT s.generation, s.position, s.kind, s.name, s.state, s.result, s.error, s.entry, s.undo, s.undoes,
-       s.call_task, s.call_key, r.status AS call_status, r.attempts AS call_attempts, r.generation AS call_generation,
+       s.call_task, s.call_key, r.status AS call_status, r.attempts AS call_attempts, r.spent_at AS call_spent_at, r.generation AS call_generation,
        s.event_type, s.match, e.event_id, s.due_at, s.begun_at, s.ended_at
 FROM idempotency.saga_steps s
 LEFT JOIN idempotency.records r ON (r.tenant, r.task, r.key) = (s.tenant, s.call_task, s.call_key)

@@ -19,6 +19,8 @@ from .statements import driver_error, execute
 
 # SQLSTATE of an advance that has matched nothing.
 _DIVISION_BY_ZERO = "22012"
+# In the place of a beginning: nothing is there, at an offset that nobody knows. Whatever comes is new.
+EMPTY = -1
 
 
 class PartitionLost(IdempotencyError):
@@ -97,14 +99,15 @@ _BEGIN = (
 _LOCK_TOPIC = "SELECT pg_catalog.pg_advisory_xact_lock(pg_catalog.hashtextextended(%(topic_of)s, 0))"
 _HAS_BEGUN = """
 SELECT FROM idempotency.stream_positions
-WHERE service = %(service)s AND consumer = %(consumer)s AND topic = %(topic)s AND position IS NOT NULL LIMIT 1
+WHERE (service, consumer, topic) = (%(service)s, %(consumer)s, %(topic)s) AND (position IS NOT NULL OR advanced_at IS NOT NULL) LIMIT 1
 """
 _BEGIN_TOPIC = f"""
-INSERT INTO idempotency.stream_positions AS p (service, consumer, topic, partition, position, fence, source)
-SELECT %(service)s, %(consumer)s, %(topic)s, partition, position, {_FENCE}, %(source)s
+INSERT INTO idempotency.stream_positions AS p (service, consumer, topic, partition, position, fence, source, advanced_at)
+SELECT %(service)s, %(consumer)s, %(topic)s, partition, nullif(position, {EMPTY}), {_FENCE}, %(source)s, clock_timestamp()
 FROM unnest(%(partitions)b::int[], %(positions)b::bigint[]) AS given(partition, position)
 WHERE NOT EXISTS ({_HAS_BEGUN})
-ON CONFLICT (service, consumer, topic, partition) DO UPDATE SET position = excluded.position WHERE p.position IS NULL
+ON CONFLICT (service, consumer, topic, partition) DO UPDATE
+SET position = excluded.position, advanced_at = excluded.advanced_at WHERE p.position IS NULL
 """
 
 # Raises division_by_zero if it matches no row, so that no COMMIT can follow. An owner that freezes from here on is disconnected within
@@ -241,7 +244,7 @@ def has_begun(connection: Connection, service: str, consumer: str, topic: str) -
 def begin_topic(
     connection: Connection, service: str, consumer: str, topic: str, positions: Mapping[int, int], *, source: str
 ) -> None:
-    """Note where a consumer begins in all partitions that a topic has now, in the caller's transaction, unless it has begun.
+    """Note where a consumer begins in all partitions that a topic has now (or `EMPTY`), in the caller's transaction, unless it has begun.
 
     A partition that is found later was added later, so its first message came after this.
     """

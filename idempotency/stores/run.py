@@ -22,6 +22,7 @@ from ..observe.crash_points import crash_point
 from ..observe.logs import log
 from ..store.answers import Claimed, Completed, Failed, Mismatch, Renewal, error_text
 from ..store.statements import ERROR_LIMIT, describe, where
+from ..text import number_of
 from ..wire.delivery import Delivery
 from .runtime import StoreRuntime
 from .store import AT_ONCE, StoreAway, StoreBusy, Watch
@@ -54,7 +55,9 @@ class StoreAttempt:
         """Run the body. Any exception becomes the ending that it means for the operation. Raises `LeaseLost`."""
         task, most = self.claim.id.task, self.policy.max_attempts
         if self.claim.attempts > most:
-            died = AttemptsExhausted(f"no result after {most} attempts: the process of the last one has died")
+            died = AttemptsExhausted(
+                f"no result after {number_of(most, 'attempt')}: the process of the last one has died"
+            )
             return Fail(self.claim, died, died)
         try:
             crash_point("body.entered")

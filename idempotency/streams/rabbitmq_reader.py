@@ -24,6 +24,7 @@ from ..errors import BrokerUnavailable, SettingsError
 from ..observe.crash_points import crash_point
 from ..observe.logs import log
 from ..observe.unreachable import reason
+from ..store.streams import EMPTY
 from ..wire.arriving import bound_what_arrives
 from .holdings import At, Holdings, until_moved
 from .message import StreamMessage
@@ -136,18 +137,20 @@ class RabbitReader:
         self._is_to_begin = False
 
     def _latest(self, number: int) -> int | None:
-        """The offset of the next message that will be published; None: there is no such stream."""
+        """The offset of the next message that will be published, or `EMPTY`; None: there is no such stream."""
         queue = self._source.queue(number)
         try:
             if (end := self._end_of(queue)) is not None:
                 return end
             with self._broker.channel() as channel:  # the broker counts only every five seconds
                 _, many, _ = channel.queue_declare(queue, passive=True)
+            if many == 1 and (end := self._end_of(queue, since="first")) is not None:
+                return end
         except NotFound:
             return None
-        if many:
+        if many > 1:
             raise BrokerUnavailable(f"{queue!r} has messages, and its last one does not come")
-        return 0
+        return EMPTY  # new, or a file that retention has left with nothing in it but an entry of the broker's own
 
     def lost(self, partition: Partition) -> None:
         """Read the partition no longer; the next look shows whether it is free."""
@@ -263,7 +266,7 @@ class RabbitReader:
             why = f"position {partition.position}, and the stream of RabbitMQ ends at {end}: it was recreated"
             self._stop(at, partition, until_moved(why))
 
-    def _end_of(self, queue: str, *, is_wanted: Callable[[], bool] = lambda: True) -> int | None:
+    def _end_of(self, queue: str, *, is_wanted: Callable[[], bool] = lambda: True, since: str = "last") -> int | None:
         """The offset after the last message that a stream has, or had a moment ago; None: none has come."""
         end: list[int] = []
         with self._broker.channel() as channel:
@@ -276,7 +279,7 @@ class RabbitReader:
                     end[:] = [offset + 1]
                 channel.basic_ack(message.delivery_tag)
 
-            channel.basic_consume(queue, TAG, callback=received, arguments={OFFSET_HEADER: "last"})
+            channel.basic_consume(queue, TAG, callback=received, arguments={OFFSET_HEADER: since})
             until = time.monotonic() + END_PATIENCE
             while time.monotonic() < until and is_wanted():
                 before = list(end)

@@ -25,6 +25,10 @@ class KafkaTopics:
         """What a position in it is of, as it is stored."""
         return "a topic of Kafka"
 
+    def reads(self, topic: str, partition: int) -> bool:
+        """Whether this is read, if the broker has it."""
+        return topic in self.topics
+
 
 @dataclass(frozen=True, slots=True)
 class RabbitStream:
@@ -43,6 +47,10 @@ class RabbitStream:
     def queues(self) -> list[str]:
         """The queues that are its partitions, in order."""
         return [self.queue(number) for number in range(self.partitions or 1)]
+
+    def reads(self, topic: str, partition: int) -> bool:
+        """Whether this is read, if the broker has it."""
+        return topic == self.name and partition < (self.partitions or 1)
 
     def queue(self, partition: int) -> str:
         """The queue that is a partition."""

@@ -7,13 +7,11 @@ cannot reach the webhook log, and leave the sending to those that can. At least 
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from celery import Celery
-from sqlalchemy import Row
 from sqlalchemy.exc import DBAPIError
 
 from ..application import runtime_of
@@ -38,10 +36,11 @@ from ..store import alarms as stored
 from ..store.overview import QueueState, Snapshot, monitoring_connection
 from ..store.statements import is_news
 from ..streams.declaring import TASK_PREFIX, declared_streams
-from ..text import one_line
+from ..text import number_of, one_line
 from . import overview
 from .alerts import ALARM_INTERVALS, can_send, post
 from .notices import Notice
+from .started import start_of
 
 # Seconds between two checks, by whichever process. Well below the settings for alarms; a check costs Postgres up to half
 # a second with a long backlog.
@@ -96,21 +95,10 @@ def _of_processes(found: Snapshot, settings: Settings) -> Iterator[Alarm]:
                 f"check the process; if it is gone for good, run `{command} forget`",
                 fields={
                     **{name: getattr(process, name) for name in ("kind", "name", "host", "pid")},
-                    "start": _start(process),
+                    **({} if process.directory is None else {"directory": process.directory}),
+                    "start": start_of(process),
                 },
             )
-
-
-def _start(process: Row[Any]) -> str:
-    """How such a process is started, as a shell takes it; what starts it in production is the deployment's."""
-    if process.kind == "relay":
-        return f"{framework().command} relay -A yourapp"
-    if process.kind == "stream":
-        return f"{framework().command} stream -A yourapp"
-    if process.kind == "worker":
-        queues = ["--queues", ",".join(process.queues)] if process.queues else []
-        return shlex.join(["celery", "-A", "yourapp", "worker", "--hostname", process.name, *queues])
-    return "celery -A yourapp beat"
 
 
 def _of_rows(found: Snapshot, settings: Settings) -> Iterator[Alarm]:
@@ -152,12 +140,12 @@ def _of_queues(found: Snapshot, settings: Settings) -> Iterator[Alarm]:
 def _of_ends(found: Snapshot, settings: Settings) -> Iterator[Alarm]:
     command = framework().command
     if found.unknown_effects:
-        operations = "1 operation" if found.unknown_effects == 1 else f"{found.unknown_effects} operations"
+        operations = number_of(found.unknown_effects, "operation")
         look = "dead-letters list --error effect_unknown"
         waiting = f"{operations} ended as effect_unknown: {command} {look}"
         yield Alarm(UNKNOWN_EFFECTS, "effects", waiting, f"{command} effects resolve, then replay", look=look)
     if found.not_kept:
-        operations = "1 operation waits" if found.not_kept == 1 else f"{found.not_kept:,} operations wait"
+        operations = number_of(found.not_kept, "operation waits", "operations wait")
         waiting = f"{operations} for their place, which does not take a result"
         look = "doctor --problems"
         advice = f"`{command} doctor` says what it answers; nothing is lost, and they go on by themselves"
@@ -181,12 +169,22 @@ def _of_streams(found: Snapshot, settings: Settings) -> Iterator[Alarm]:
             advice = "as it says; until then, nothing that comes after it is handled"
             stopped = f"{row.topic}/{row.partition}: {row.stopped}"
             yield Alarm(f"{STREAM_STOPPED}/{name}", subject, stopped, advice, look="stream status", fields=fields)
-        elif (row.lag or row.consumer in declared_streams()) and (row.lease_left is None or row.lease_left < 0):
+        elif (row.lag or _is_read(row)) and (row.lease_left is None or row.lease_left < 0):
             # only who reads a partition sees what comes to it
-            waiting = f"{row.lag:,} messages wait, or more" if row.lag else "whether messages wait is not known"
+            waiting = (
+                f"{number_of(row.lag, 'message waits', 'messages wait')}, or more"
+                if row.lag
+                else "whether messages wait is not known"
+            )
             waiting = f"no process handles {row.topic}/{row.partition}; {waiting}"
             advice, patience = f"start `{framework().command} stream`", settings.alarm_unconsumed
             yield Alarm(f"{STREAM_UNOWNED}/{name}", subject, waiting, advice, patience, "stream status", fields)
+
+
+def _is_read(row: Any) -> bool:
+    """Whether the application reads this partition. Of what it reads no more, only what was seen to wait alarms."""
+    declared = declared_streams().get(row.consumer)
+    return declared is not None and declared.source.reads(row.topic, row.partition)
 
 
 def run_once(app: Celery) -> int:

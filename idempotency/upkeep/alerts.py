@@ -30,7 +30,7 @@ from ..settings import Settings
 from ..store import alarms as stored
 from ..store.alarms import News
 from ..store.outbox import STUCK
-from ..text import one_line
+from ..text import number_of, one_line
 from .notices import COUNTED, NAMED, Notice, at_stake
 
 # Alarms, such as the one about too many open letters, are repeated after this many intervals while they last.
@@ -113,12 +113,12 @@ def _text(found: News, settings: Settings) -> str:
     """Services, reasons and numbers; never keys, arguments or error messages."""
     lines = [f"{service}: {count} new, {reason}" for (service, reason), count in found.counts.most_common()]
     lines += [
-        f"{service}: {count} open dead letters, more than {settings.alert_open_letters}"
+        f"{service}: {number_of(count, 'open dead letter')}, more than {settings.alert_open_letters}"
         for service, count in found.crowded.items()
     ]
     if found.stuck:
         lines.append(
-            f"{settings.service}: {found.stuck} outbox rows refused by the broker at least {STUCK} times, "
+            f"{settings.service}: {number_of(found.stuck, 'outbox row')} refused by the broker at least {STUCK} times, "
             "still being retried"
         )
     return "\n".join(["Dead letters", *map(one_line, lines)])

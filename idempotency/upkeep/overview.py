@@ -17,6 +17,7 @@ from ..broker.channel import BROKER_ERRORS, connect
 from ..settings import Settings
 from ..store import overview
 from ..store.overview import TIMEOUT, QueueState, Snapshot
+from .started import start_of
 
 
 def take_snapshot(connection: Connection, app: Celery, settings: Settings) -> Snapshot:
@@ -92,7 +93,8 @@ def status(connection: Connection, app: Celery, settings: Settings) -> dict[str,
         "broker_answered": found.broker_answered,
         "relay_is_running": found.has_relay(settings.alarm_silence),
         "processes": [
-            row._asdict() | {"is_silent": row.silent_seconds > settings.alarm_silence} for row in found.processes
+            row._asdict() | {"is_silent": row.silent_seconds > settings.alarm_silence, "start": start_of(row)}
+            for row in found.processes
         ],
         "service": settings.service,
         "other_services": [row._asdict() for row in found.sharers],

@@ -30,8 +30,10 @@ from ..observe.logs import log
 from ..store import processes
 from ..store.connections import make_engine
 from ..store.statements import is_news
+from ..text import storable
 from ..worker.task import idempotent_tasks
 from .sign_file import SignFile
+from .started import kept
 
 # Seconds to connect, and for each statement. Removing the row delays the end of a process by a few times this at most.
 TIMEOUT = 2
@@ -57,6 +59,8 @@ class SignOfLife:
             "service": given.service,
             "version": installed_version(),
             "retention": given.retention_processes,
+            "command": kept(sys.argv),
+            "directory": _here(),
         }
         self._engine = make_engine(
             given,
@@ -148,6 +152,13 @@ class SignOfLife:
                     return
         finally:
             self._ended.release()
+
+
+def _here() -> str | None:
+    try:
+        return storable(os.getcwd())
+    except OSError:  # it is gone
+        return None
 
 
 # ---------------------------------------------------------------- Celery's processes

@@ -16,7 +16,7 @@ from ..application import runtime_of
 from ..errors import MailRefused
 from ..settings import Settings
 from ..store import alarms, dead_letters
-from ..text import one_line
+from ..text import number_of, one_line
 
 DAYS = 7
 SMTP_TIMEOUT = 10.0
@@ -39,7 +39,7 @@ def mail(settings: Settings, body: str, *, days: int = DAYS) -> None:
     if settings.report_mail_to is None:
         raise MailRefused("idempotency_report_mail_to: not set")
     message = EmailMessage()
-    message["Subject"] = f"Dead letters of the last {days} days: {settings.service}"
+    message["Subject"] = f"Dead letters of the last {number_of(days, 'day')}: {settings.service}"
     message["From"], message["To"] = settings.report_mail_from, settings.report_mail_to
     message.set_content(body)
     url = urlsplit(settings.report_smtp_url.get_secret_value())

@@ -9,11 +9,16 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from ..store import alarms, flow, schema
+from ..framework import framework
+from ..store import alarms, flow, schema, sharing
 from ..store.overview import Snapshot
+from ..upkeep.started import start_of
 from .desk import desk_of, visitor_of
 from .runbooks import about
 from .shown import page
+
+# The most rows that are counted of each other application in the database.
+OTHERS = 1_000
 
 
 def seen(request: Request) -> dict[str, Any]:
@@ -28,6 +33,7 @@ def seen(request: Request) -> dict[str, Any]:
             # what belongs to no tenant is for those who see all
             alive = [] if tenants is not None else flow.processes(connection, desk.service)
             active = [] if tenants is not None else alarms.active(connection, desk.service)
+            others = [] if tenants is not None else sharing.sharers(connection, settings, bound=OTHERS)
             revision = schema.current_revision(connection)
         broker = desk.broker() if tenants is None else Snapshot()
         named = {name for name, stages in found.queues.items() if stages.has_work} | {*broker.queues}
@@ -48,7 +54,7 @@ def seen(request: Request) -> dict[str, Any]:
             "bound": flow.BOUND,
             "broker_answered": broker.broker_answered,
             "processes": [
-                row._asdict() | {"is_silent": row.silent_seconds > settings.alarm_silence}
+                row._asdict() | {"is_silent": row.silent_seconds > settings.alarm_silence, "start": start_of(row)}
                 for row in sorted(
                     alive, key=lambda row: (row.silent_seconds <= settings.alarm_silence, row.kind, row.name)
                 )
@@ -60,6 +66,9 @@ def seen(request: Request) -> dict[str, Any]:
             "alarms": [
                 {"name": row.name, "since": row.since, "page": about(row.name, settings.own_runbooks)} for row in active
             ],
+            "others": others,
+            "others_bound": OTHERS,
+            "forget": f"{framework().command} forget",
             "schema": revision,
             "newest_schema": schema.newest_revision(),
         }

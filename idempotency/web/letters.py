@@ -14,14 +14,15 @@ from ..errors import ChangeRefused
 from ..operate import discard
 from ..operate.replay import NotConfirmed, replay, to_confirm
 from ..operate.reveal import reveal_letter
-from ..store import discards, letter_pages, operations
+from ..store import discards, doubts, letter_pages, operations
 from ..store.letter_pages import Letters
 from ..store.statements import repeatable
 from ..wire.keys import OperationId
 from . import runbooks
 from .confirming import digest, read_of
 from .desk import ROWS, Fields, change_of, desk_of, form_of, letter_of, number, text_of, visitor_of
-from .preview import preview
+from .doubts import link_of
+from .preview import preview, spent_at
 from .shown import done, page, path_of
 
 AGES = {"1h": 3600.0, "1d": 86400.0, "7d": 7 * 86400.0}
@@ -74,10 +75,13 @@ def _shown(request: Request, letter: int, *, status: int = 200, **more: Any) -> 
         request_to_discard = discards.pending_request(connection, letter)
         warnings = to_confirm(connection, [letter]) if row.status == "open" else []
         looked = preview(desk, connection, row, operation)
+        in_doubt = doubts.of_letter(connection, desk.service, visitor_of(request).tenants, letter)
     given = {
         "row": row, "id": id, "operation": operation, "asked_to_discard": request_to_discard, "warnings": warnings,
         "read": " ".join(digest(each) for each in warnings), "preview": looked,
         "book": _book(request, row.reason), "revealed": None, "why": None,
+        "spent_at": spent_at(row, None if operation is None else operation["record"]),
+        "in_doubt": [(each, link_of(desk, each.task, each.effect, each.provider_key)) for each in in_doubt],
     }  # fmt: skip
     return page(request, "letter.html", status=status, title=f"Dead letter {letter}", **given | more)
 

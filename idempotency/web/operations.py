@@ -15,7 +15,7 @@ from ..operate.cancel import cancel
 from ..operate.change import Shown
 from ..operate.release import release
 from ..operate.reveal import reveal
-from ..store import operation_pages, operations, saga_reading
+from ..store import operation_pages, operations, provider_keys, saga_reading
 from ..wire import encoding
 from ..wire.keys import OperationId
 from ..wire.message import Message
@@ -31,14 +31,19 @@ NEXT = 86400.0
 
 
 def show_list(request: Request) -> Response:
-    """A page of operations, or those that have a key; a number that is no key is a dead letter's."""
+    """A page of operations, or those that have a key, or had a call outside under it; a number that is no key is a dead letter's."""
     desk, tenants = desk_of(request), visitor_of(request).tenants
     asked = {name: value for name, value in request.query_params.items() if name != "said"}
     key = text_of(asked, "key")
     if key is not None:
         with desk.reading() as connection:
             rows, are_all = operation_pages.with_key(connection, desk.service, tenants, key)
-        found = [OperationId(*row) for row in rows]
+            found = [OperationId(*row) for row in rows]
+            if not found:
+                called, are_all_asked = provider_keys.with_provider_key(connection, desk.service, tenants, key)
+                # an operation may have made several calls under a key only if somebody has written that by hand
+                found = list(dict.fromkeys(OperationId(row.tenant, row.task, row.key) for row in called))
+                are_all = are_all and are_all_asked
         if len(found) == 1:
             return RedirectResponse(path_of(found[0]), 303)
         if not found and key.isascii() and key.isdigit() and len(key) < 19:

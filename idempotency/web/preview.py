@@ -13,6 +13,7 @@ from ..errors import ReplayRefused
 from ..store import dead_letters, letter_messages, letter_operations, operations, webhooks
 from ..store.letter_messages import NEVER
 from ..streams.declaring import stream_of
+from ..text import attempts_made
 from ..wire.keys import HTTP_TASK, OperationId
 from .desk import Desk
 from .shown import error_of
@@ -99,7 +100,12 @@ def _last(letter: Any, record: Mapping[str, Any] | None) -> str:
     error = error_of(letter.last_error if record is None or record["error"] is None else record["error"])
     attempts = letter.attempts if record is None else record["attempts"]
     text = ": ".join(part for part in error.values() if part) or "nothing is recorded"
-    return f"after {attempts} attempt{'s' if attempts > 1 else ''}: {text}" if attempts else text
+    return f"after {attempts_made(attempts, spent_at(letter, record))}: {text}" if attempts else text
+
+
+def spent_at(letter: Any, record: Mapping[str, Any] | None) -> int | None:
+    """The claim that has found all attempts used up in the letter's generation, if it is known."""
+    return None if record is None or record["generation"] != letter.generation else record["spent_at"]
 
 
 def _call(id: OperationId, name: str, effect: Mapping[str, Any]) -> dict[str, str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
@@ -19,7 +20,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 
 from ..extras import installed_version
-from ..text import one_line
+from ..text import attempts_made, number_of, one_line
 from ..wire.keys import OperationId
 from .access import SAID
 from .desk import desk_of
@@ -62,6 +63,11 @@ def moment(at: Any) -> str:
 def count(number: Any) -> str:
     """A number with its thousands apart."""
     return "?" if number is None else f"{number:,}".replace(",", "\u202f")
+
+
+def counted(number: int, one: str, many: str | None = None) -> str:
+    """A number with its word, in this page's writing: `1 letter`, `2 letters`."""
+    return number_of(number, one, many).replace(",", "\u202f")
 
 
 def short(text: Any) -> str:
@@ -138,7 +144,7 @@ def environment() -> Environment:
     )
     made.filters.update(
         age=age, since=since, moment=moment, count=count, short=short, error_of=error_of, masked=masked, pretty=pretty,
-        path_of=path_of, line=lambda text: one_line(str(text)), slug=lambda text: re.sub(r"[^a-z0-9]+", "-", str(text).lower()),
+        path_of=path_of, attempts=attempts_made, counted=counted, word=lambda text: shlex.quote(one_line(str(text))), line=lambda text: one_line(str(text)), slug=lambda text: re.sub(r"[^a-z0-9]+", "-", str(text).lower()),
     )  # fmt: skip
     made.globals.update(query=query)
     return made

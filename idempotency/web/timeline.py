@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
+from ..text import attempts_made, number_of
 from .shown import error_of
 
 
@@ -45,21 +46,27 @@ def _record(record: Mapping[str, Any] | None) -> Iterator[Entry]:
     fence, holder = f"fence {record['fence']}", record["locked_by"]
     if record["status"] == "started":
         taken = ", taken over" if record["taken_over"] else ""
+        is_ending = record["spent_at"] is not None and record["attempts"] >= record["spent_at"]
         yield Entry(
             record["updated_at"],
             "attempt",
-            f"attempt {record['attempts']} holds it",
+            "a claim that is to end it holds it" if is_ending else f"attempt {record['attempts']} holds it",
             "started",
             f"{fence}{taken}, {holder}",
         )
     elif record["status"] == "released":
         details = "; ".join(filter(None, [fence, _said(record["error"])]))
-        yield Entry(record["updated_at"], "attempt", f"attempt {record['attempts']} let go", "released", details)
+        made = attempts_made(record["attempts"], record["spent_at"])
+        yield Entry(record["updated_at"], "attempt", f"let go after {made}", "released", details)
         yield Entry(record["available_at"], "attempt", "next attempt is due", "", "")
     else:
         details = fence if record["status"] == "completed" else f"{fence}; {_said(record['error'])}"
         yield Entry(
-            record["completed_at"], "record", f"ended after {record['attempts']} attempts", record["status"], details
+            record["completed_at"],
+            "record",
+            f"ended after {attempts_made(record['attempts'], record['spent_at'])}",
+            record["status"],
+            details,
         )
 
 
@@ -81,10 +88,10 @@ def _deliveries(rows: list[Mapping[str, Any]]) -> Iterator[Entry]:
         details = f"{row['origin']}, generation {row['generation']}, queue {row['queue'] or '-'}"
         yield Entry(row["created_at"], "delivery", f"{name} accepted", row["status"], details)
         if row["published_at"] is not None:
-            resent = f"sent again {row['resends']} times" if row["resends"] else ""
+            resent = f"sent again {number_of(row['resends'], 'time')}" if row["resends"] else ""
             yield Entry(row["published_at"], "delivery", f"{name} published", "", resent)
         if row["refusals"] and row["first_refused_at"] is not None:
-            refused = f"refused {row['refusals']} times since: {_said(row['last_error'])}"
+            refused = f"refused {number_of(row['refusals'], 'time')} since: {_said(row['last_error'])}"
             yield Entry(row["first_refused_at"], "delivery", f"{name} refused by workers", "", refused)
 
 

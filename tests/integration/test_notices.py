@@ -171,6 +171,7 @@ def test_an_alarm_names_its_queue_and_says_when_it_is_over(
         "kind": "worker", "name": "w1@h", "host": "h", "pid": 7,
     }  # fmt: skip
     assert silent["start"] == f"celery -A yourapp worker --hostname w1@h --queues {queue}"
+    assert "directory" not in silent, "not known, as of a process before schema 0020"
     assert silent["runbook"] == "https://wiki.example/runbooks/silent.md"
     connection.execute(text("DELETE FROM idempotency.processes"))
     connection.execute(text("UPDATE idempotency.alerts SET sent_at = sent_at - interval '1 min'"))

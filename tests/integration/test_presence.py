@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -44,6 +45,7 @@ def test_a_worker_signs_with_its_queues_and_leaves_in_order(
     (row,) = eventually(lambda: seen(connection, "worker"), what="a sign of the worker")
     assert row.queues == [bank.conf.task_default_queue]
     assert (row.pid, row.service, "@" in row.name) == (worker.process.pid, "bank", True)
+    assert row.command[:6] == ["python", "-m", "celery", "-A", "tests.support.bank", "worker"]
     silent(connection, 100)
     eventually(lambda: seen(connection, "worker")[0].silent_seconds < 50, what="another sign")
     worker.terminate()
@@ -83,12 +85,25 @@ def test_a_relay_or_beat_leaves_only_when_it_ends_in_order(
         schedule = str(Path(directory) / "schedule")
         command = {
             "relay": ["-m", "idempotency.cli", "relay", "-A", "tests.support.bank"],
-            "beat": ["-m", "celery", "-A", "tests.support.bank", "beat", "--schedule", schedule, "--pidfile="],
+            "beat": [
+                "-m",
+                "celery",
+                "-A",
+                "tests.support.bank",
+                "beat",
+                "--schedule",
+                schedule,
+                "--scheduler",
+                "celery.beat.PersistentScheduler",
+                "--pidfile=",
+            ],
         }[kind]
         process = subprocess.Popen([sys.executable, *command], env=environment, stderr=subprocess.PIPE)
         try:
             (row,) = eventually(lambda: seen(connection, kind), what=f"a sign of the {kind}")
             assert row.pid == process.pid
+            # also beat's own options: it would find another schedule without
+            assert (row.command, row.directory) == (["python", *command], os.getcwd())
             process.send_signal(end)
             process.wait(30)
         finally:

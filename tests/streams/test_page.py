@@ -1,19 +1,23 @@
-"""The example of the page about streams, as it is written there."""
+"""The examples of docs/streams.md, as they are written there."""
 
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 import amqp
+import pytest
 from kombu.utils.url import url_to_parts
 from sqlalchemy import text
 
+import services
 from idempotency.application import close_runtime, runtime_of
 from idempotency.streams.declaring import declared_streams
 from idempotency.streams.process import run_streams
-from tests.support.documents import python_blocks
+from tests.support import shell
+from tests.support.documents import every_block, python_blocks
 from tests.support.processes import eventually
 from tests.support.streaming import Streaming
 
@@ -30,7 +34,7 @@ def test_the_page_handles_what_is_published(rabbit: Streaming, monkeypatch: Any)
         for body in ('{"id": "o1"}', '{"id": "o2"}', '{"id": "o1"}'):
             channel.basic_publish(amqp.Message(body), routing_key=name)
         namespace: dict[str, Any] = {"__name__": "page"}
-        (block,) = python_blocks("docs/streams.md")
+        block, _ = python_blocks("docs/streams.md")
         exec(block.replace('"orders"', f'"{name}"'), namespace)
         app, stop = namespace["app"], threading.Event()
         handled = {name: declared_streams()[name]}
@@ -47,3 +51,15 @@ def test_the_page_handles_what_is_published(rabbit: Streaming, monkeypatch: Any)
         keys = looking.execute(text("SELECT key FROM idempotency.records ORDER BY key")).scalars().all()
     assert keys == ["o1", "o2"]
     close_runtime(app)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_the_first_try_does_what_it_says(servers: services.Services, tmp_path: Path) -> None:
+    _, *blocks = every_block("docs/streams.md")
+    assert [block.language for block in blocks[:1]] == ["python"]
+    (tmp_path / "shop.py").write_text(blocks[0].text)
+    with shell.opened(servers, tmp_path, [f"tryout-{number}" for number in range(3)]) as opened:
+        compared = shell.type_out(opened, blocks, tmp_path / "stderr")
+    assert compared == len([block for block in blocks if block.language == "text"]) == 2
+    assert "Traceback" not in (tmp_path / "stream.log").read_text()

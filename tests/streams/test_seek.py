@@ -14,11 +14,11 @@ from idempotency.cli.root import cli
 from idempotency.errors import ChangeRefused, NotAuthenticated, OperationNotFound
 from idempotency.operate.change import Change
 from idempotency.operate.rename import rename_service
-from idempotency.operate.seek import seek_stream
+from idempotency.operate.seek import forget_position, seek_stream
 from tests.streams.conftest import Make
 from tests.support import bank
 from tests.support.processes import eventually
-from tests.support.streaming import NAME, Streaming, configure
+from tests.support.streaming import NAME, Handler, Streaming, configure
 
 CHANGE = Change("ann", "an error in the handler", request_id="r1")
 
@@ -208,3 +208,34 @@ def test_nothing_is_left_behind_by_a_consumer_that_has_stopped_before_its_first_
     stop.set()
     rabbit.consumer(stop).run()
     assert rabbit.owners() == {}
+
+
+def test_a_partition_that_is_read_no_more_can_be_forgotten(make_streaming: Make) -> None:
+    """And not one that a process has, or that the application reads."""
+    streaming = make_streaming("rabbitmq", partitions=2)
+    streaming.broker.publish_many(10)
+    both = streaming.handler().declared()
+    process = streaming.start()
+    streaming.wait_until_handled()
+    topic = streaming.broker.topic
+    configure(streaming.environment)
+    verified = replace(CHANGE, is_verified=True)
+    with pytest.raises(ChangeRefused, match="is being handled"):
+        forget_position(bank.app, NAME, topic, 1, verified)
+    assert process.end() == 0
+    with pytest.raises(ChangeRefused, match="the application reads"):
+        forget_position(bank.app, NAME, topic, 1, verified)
+    Handler(streaming.broker.source(partitions=1), options={"moves_money": True}).declared()
+    assert (both.source.reads(topic, 1), both.source.reads("other", 1)) == (True, False)
+    with pytest.raises(NotAuthenticated):
+        forget_position(bank.app, NAME, topic, 1, CHANGE)
+    assert forget_position(bank.app, NAME, topic, 1, verified) == 5
+    assert forget_position(bank.app, NAME, topic, 1, verified) == 5, "the same request again"
+    assert streaming.positions() == {0: 5}
+    with pytest.raises(OperationNotFound):
+        forget_position(bank.app, NAME, topic, 1, replace(verified, request_id="r2"))
+    (row,) = streaming.query("SELECT actor, details FROM idempotency.audit WHERE action = 'forget_position'")
+    assert (row.actor, row.details["partition"], row.details["from"]) == ("ann", 1, 5)
+    streaming.handler().declared()
+    answer = command(streaming, "forget", NAME, "--topic", topic, "--partition", 0, "--reason", "x")
+    assert (answer.exit_code, "the application reads" in str(answer.exception)) == (1, True)

@@ -59,6 +59,9 @@ def test_a_partition_without_an_owner_alarms_though_nothing_has_been_seen_to_wai
     assert unowned() == []
     streams.stream("deposits", source=streams.kafka("t"))(lambda stream, event: None)
     assert unowned() == ["no process handles t/0; whether messages wait is not known"]
+    # it has moved to another topic: nothing that it reads is without an owner
+    streams.stream("deposits", source=streams.kafka("other"))(lambda stream, event: None)
+    assert unowned() == []
 
 
 def test_what_was_handled_is_counted(rabbit: Streaming) -> None:

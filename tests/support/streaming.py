@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -245,6 +245,19 @@ class RabbitBroker(StreamBroker):
             self._channel.queue_declare(
                 f"{self.topic}-{number}", durable=True, auto_delete=False, arguments=self._arguments
             )
+
+    def holds_any(self) -> bool:
+        """Whether the first partition has a message, as far as its broker sends one within a second."""
+        found: list[bool] = []
+        with self._connection.channel() as channel:
+            channel.auto_decode = False
+            channel.basic_qos(0, 1, False)
+            channel.basic_consume(
+                f"{self.topic}-0", callback=lambda _: found.append(True), arguments={"x-stream-offset": "first"}
+            )
+            with suppress(TimeoutError):
+                self._connection.drain_events(timeout=1.0)
+        return bool(found)
 
     def recreate(self) -> None:
         for number in range(self.partitions):

@@ -33,6 +33,7 @@ CHANGES = {
     "disable_endpoint",
     "enable_endpoint",
     "erase",
+    "forget_position",
     "forget_process",
     "mark_undone",
     "release",

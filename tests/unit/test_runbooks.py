@@ -29,6 +29,7 @@ from idempotency.reasons import page_of
 from idempotency.settings import Settings
 from idempotency.store.overview import QueueState, Snapshot
 from idempotency.upkeep import alarms
+from idempotency.upkeep.started import start_of
 from tests.support.documents import ROOT
 
 PAGES = {path.stem: path.read_text() for path in sorted(DIRECTORY.glob("*.md")) if path.stem != "README"}
@@ -198,7 +199,18 @@ def all_wrong() -> list[alarms.Alarm]:
     rows: dict[str, Any] = {
         "outbox": SimpleNamespace(unpublished=1, oldest=1.0),
         "letters": [SimpleNamespace(unknown=1)],
-        "processes": [SimpleNamespace(kind="worker", name="w", host="h", pid=7, silent_seconds=999.0, queues=["q"])],
+        "processes": [
+            SimpleNamespace(
+                kind="worker",
+                name="w",
+                host="h",
+                pid=7,
+                silent_seconds=999.0,
+                queues=["q"],
+                command=None,
+                directory=None,
+            )
+        ],
         "sharers": [
             SimpleNamespace(service=None, due=1),
             SimpleNamespace(service="mail", due=1, lease_over=0, has_relay=False),
@@ -369,8 +381,8 @@ def test_a_silent_process_is_killed_only_while_its_number_is_a_process_of_ours(a
 
 
 def test_how_a_process_is_started_again_is_words_of_a_shell() -> None:
-    process = SimpleNamespace(kind="worker", name="w@h$(touch x)", queues=["eu payments", "a;b"])
-    start = alarms._start(process)  # type: ignore[arg-type]
+    process = SimpleNamespace(kind="worker", name="w@h$(touch x)", queues=["eu payments", "a;b"], command=None)
+    start = start_of(process)
     filled = line_of("silent", "START").filled({"START": start}).removesuffix("&")
     assert shlex.split(filled) == [
         "celery", "-A", "yourapp", "worker", "--hostname", "w@h$(touch x)", "--queues", "eu payments,a;b",

@@ -41,6 +41,8 @@ RUN_BY = {
     ("docs/sagas.md", "mermaid"): "tests/sagas/test_page.py",
     ("docs/sagas.md", "sql"): "tests/sagas/test_page.py",
     ("docs/sandbox.md", "sh"): "tests/integration/provider/test_page.py",
+    ("docs/streams.md", "sh"): "tests/streams/test_page.py",
+    ("docs/streams.md", "text"): "tests/streams/test_page.py",
     ("docs/tenants.md", "sql"): "tests/integration/test_roles.py",
     ("docs/tutorial.md", "sh"): "tests/pipeline/test_tutorial.py",
     ("docs/tutorial.md", "text"): "tests/pipeline/test_tutorial.py",

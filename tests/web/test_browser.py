@@ -160,7 +160,7 @@ def test_the_page_works_without_scripts(bank: Celery, address: str, company: Com
 
 @pytest.mark.long
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [1400, 420])
+@pytest.mark.parametrize("width", [1400, 390])
 def test_no_page_keeps_people_out(
     address: str, company: Company, connection: Connection, scheme: Any, width: int
 ) -> None:
@@ -174,3 +174,46 @@ def test_no_page_keeps_people_out(
             found += serious(page)
             assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), f"{path} scrolls sideways"
         assert found == []
+
+
+# Where the row's name and its last cell are, once its table was scrolled to the end.
+SCROLLED = """table => {
+    const box = table.closest('.scroll'), row = table.querySelector('tbody tr');
+    const name = row.querySelector('th'), last = row.lastElementChild;
+    box.scrollLeft = box.scrollWidth;
+    const at = name.getBoundingClientRect();
+    return [at.left - box.getBoundingClientRect().left, at.width, row.offsetHeight, last.getBoundingClientRect().right - innerWidth];
+}"""
+
+
+@pytest.mark.parametrize("width", [390])
+def test_a_telephone_shows_every_page(address: str, company: Company, connection: Connection, width: int) -> None:
+    """No page scrolls sideways. Its tables do, and their rows keep their names; what is to be touched is large enough."""
+    with pages.chromium(viewport={"width": width, "height": 844}, is_mobile=True, has_touch=True) as context:
+        page = context.pages[0]
+        pages.log_in(page, address, company, "anna")
+        doubt = next(each for each in op.dead_letters(connection) if each.reason == "effect_unknown")
+        named = f"tenant=acme&task=payments.capture&key={doubt.key}"
+        more = [
+            f"/letters/{doubt.id}",
+            f"/operation?{named}",
+            f"/doubts/resolve?{named}&effect=capture",
+            "/runbooks/silent",
+        ]
+        more += ["/nothing", "/saga?tenant=acme&task=orders.place&key=o-17", "/operations?key=nothing"]
+        tables = 0
+        for path in (*PATHS, *more):
+            page.goto(address + path)
+            assert page.evaluate("document.documentElement.scrollWidth") == width, f"{path} scrolls sideways"
+            small = page.evaluate(
+                "[...document.querySelectorAll('header nav a, button, .button')].filter(e => e.offsetHeight < 40).length"
+            )
+            assert small == 0, path
+            for table in page.locator(".scroll table:has(tbody th)").all():
+                name, wide, high, last = table.evaluate(SCROLLED)
+                assert abs(name) < 2, f"{path}: a row has lost its name"
+                assert 20 < wide < width / 2, f"{path}: the name of a row leaves no room, or has none"
+                assert high < 200, f"{path}: a row is as high as a screen"
+                assert last <= 1, f"{path}: the end of a row cannot be seen"
+                tables += 1
+        assert tables > 8

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import html
 import re
 from typing import Any
 
 import pytest
 from celery import Celery
-from sqlalchemy import Connection, text
+from sqlalchemy import Connection, Engine, text
 
+from idempotency.sagas import saga
 from idempotency.store import doubts
 from tests.support import operations as op
 from tests.support.deliveries import Deliveries
+from tests.support.operations import make_due
 from tests.support.tasks import Provider, lost, make_task
 from tests.web.conftest import Open
 from tests.web.test_changes import shown
@@ -75,3 +78,75 @@ def test_a_call_whose_holder_has_died_is_in_doubt(browser: Open, connection: Con
     page = browser("otto").get("/doubts")
     assert tried(page) == ["charge"]
     assert "its holder is gone" in page.text
+
+
+@pytest.fixture
+def unknown(bank: Celery, deliveries: Deliveries, engine: Engine) -> Any:
+    """A task whose operation `k` has ended over a call whose outcome nobody knows, after two attempts."""
+    task = make_task(bank, lambda self: self.effect("charge", Provider(*[lost()] * 4)), max_attempts=2)
+    for _ in range(3):
+        deliveries.deliver(task, key="k")
+        make_due(engine, "k")
+    return task
+
+
+def links(page: Any) -> list[str]:
+    return [html.unescape(each) for each in re.findall(r'href="(/doubts/resolve[^"]+)"', page.text)]
+
+
+def test_a_letter_about_a_call_in_doubt_leads_to_its_resolution(
+    browser: Open, connection: Connection, unknown: Any
+) -> None:
+    (letter,) = op.dead_letters(connection)
+    otto = browser("otto")
+    desk = otto.client.app.state.desk
+    desk.settings = desk.settings.model_copy(update={"web_effect_link": "https://dashboard.example/search?query={key}"})
+    page = otto.get(f"/letters/{letter.id}")
+    named = {"tenant": "default", "task": unknown.name, "key": "k"}
+    operation = otto.get("/operation", params=named)
+    key = connection.execute(text("SELECT effects -> 'charge' ->> 'key' FROM idempotency.records")).scalar_one()
+    for shown_by in (page, operation):
+        (link,) = links(shown_by)
+        assert otto.get(link).status_code == 200
+        assert f"https://dashboard.example/search?query={key}" in shown_by.text
+    assert 'href="/doubts"' in page.text[page.text.index('id="doubt"') :]
+    reader = browser("rita").get(f"/letters/{letter.id}")
+    assert (links(reader), "needs an operator" in reader.text) == ([], True)
+    # what a person has said may be corrected from here, until the letter is closed
+    record = connection.execute(text("SELECT status, fence FROM idempotency.records")).one()
+    given = {"effect": "charge", "outcome": "not_happened", "status": record.status, "fence": record.fence}
+    assert otto.post("/doubts/resolve", named | given | {"reason": "looked it up"}).status_code == 303
+    page = otto.get(f"/letters/{letter.id}")
+    assert ("Correct" in page.text, len(links(page))) == (True, 1)
+    assert otto.post(f"/letters/{letter.id}/replay", {"reason": "go on"}).status_code == 303
+    assert links(otto.get(f"/letters/{letter.id}")) == []
+
+
+def test_a_letter_of_a_saga_leads_to_the_call_that_it_has_stopped_for(
+    browser: Open, bank: Celery, deliveries: Deliveries, connection: Connection
+) -> None:
+    @saga("web.charged", key="{name}", entity="name", app=bank, max_attempts=1)
+    def charged(saga: Any, name: str) -> None:
+        saga.effect("charge", Provider(*[lost()] * 4))
+
+    for _ in range(4):
+        deliveries.deliver(charged, "s")
+        connection.execute(text("UPDATE idempotency.records SET available_at = now() WHERE available_at IS NOT NULL"))
+    letter = next(each for each in op.dead_letters(connection) if each.reason == "effect_unknown")
+    otto = browser("otto")
+    (link,) = links(otto.get(f"/letters/{letter.id}"))
+    assert otto.get(link).status_code == 200
+
+
+def test_the_claim_that_ends_an_operation_is_not_called_an_attempt(
+    browser: Open, connection: Connection, unknown: Any
+) -> None:
+    record = connection.execute(text("SELECT attempts, spent_at FROM idempotency.records")).one()
+    assert (record.attempts, record.spent_at) == (3, 3), "of two that the task may have"
+    (letter,) = op.dead_letters(connection)
+    otto = browser("otto")
+    paths = [f"/letters/{letter.id}", f"/operation?tenant=default&task={unknown.name}&key=k", "/operations?stage=ended"]
+    for path in paths:
+        said = shown(otto.get(path))
+        assert "2 attempts, and 1 claim to end it" in said, path
+        assert "3 attempts" not in said, path

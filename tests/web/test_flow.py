@@ -12,6 +12,7 @@ from idempotency.store import flow
 from idempotency.wire.keys import OperationId
 from tests.support import operations as op
 from tests.web.conftest import Open
+from tests.web.test_changes import shown
 
 BOUND = 40
 
@@ -89,6 +90,32 @@ def test_a_count_of_what_runs_that_stopped_at_its_limit_says_so(browser: Open, c
     op.started(connection, OperationId("acme", "x", "b"), queue="payments", token="u")
     otto.client.app.state.desk.forget()
     assert f" {BOUND}+ " in figures(otto.get("/"), "payments")
+
+
+def test_a_silent_process_says_where_it_was_and_how_to_start_it_again(browser: Open, connection: Connection) -> None:
+    """What the alert says is here, too: without it, the alarm cannot be ended by the page alone."""
+    insert = (
+        "INSERT INTO idempotency.processes (kind, name, host, pid, service, version, queues, started_at, seen_at, command, directory)"
+        " VALUES ('beat', 'beat@h', 'web-1', 71, 'bank', '1', '{}', now(), now() - interval '3 hours', :command, '/srv/shop'),"
+        " ('worker', 'w $(x)', 'web-2', 72, 'bank', '1', '{mails}', now(), now() - interval '3 hours', NULL, NULL),"
+        " ('relay', 'r@h', 'web-3', 73, 'bank', '1', '{}', now(), now(), :relay, '/srv/shop')"
+    )
+    command = ["celery", "-A", "shop", "beat", "--scheduler", "redbeat.RedBeatScheduler"]
+    relay = ["idempotency", "relay", "-A", "shop"]
+    connection.execute(text(insert), {"command": command, "relay": relay})
+    page = shown(browser("otto").get("/"))
+    text_of = " ".join(page.split())
+    assert "Look on web-1 whether pid 71 is there" in text_of
+    assert (
+        "in /srv/shop , by what starts your processes or by celery -A shop beat --scheduler redbeat.RedBeatScheduler"
+        in text_of
+    )
+    assert "idempotency forget beat@h --reason WHY" in text_of
+    # of older code, and with a name that a shell must not take apart
+    assert "by celery -A yourapp worker --hostname 'w $(x)' --queues mails , of which the application" in text_of
+    assert "idempotency forget 'w $(x)' --reason WHY" in text_of
+    assert "started as idempotency relay -A shop in /srv/shop" in text_of
+    assert "/srv/shop" not in browser("tina").get("/").text
 
 
 def test_a_relay_that_was_killed_is_not_running(browser: Open, connection: Connection) -> None:
