@@ -306,10 +306,7 @@ def _each(
     """Do the work for each, in its own transaction; a refusal does not stop the others."""
     if dry_run:
         if as_json:
-            kinds = {
-                was: [each.letter for each in unconfirmed if each.was == was]
-                for was in {each.was for each in unconfirmed}
-            }
+            kinds = {one.was: [each.letter for each in unconfirmed if each.was == one.was] for one in unconfirmed}
             print_json({"dry_run": True, done: chosen} | kinds)
         else:
             named = f" (dead letters {', '.join(map(str, chosen))})" if chosen else ""

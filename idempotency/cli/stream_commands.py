@@ -18,7 +18,7 @@ from ..operate.money import stream_moves_money
 from ..operate.seek import forget_position, needs_token, seek_stream
 from ..store import streams as stored
 from ..store.overview import monitoring_connection
-from ..store.streams import Place
+from ..store.stream_places import Place
 from ..streams.process import chosen, run_streams
 from ..upkeep.presence import SignOfLife
 from .options import ActorOption, AppOption, JsonOption, ReasonOption, RequestOption

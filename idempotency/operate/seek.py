@@ -11,7 +11,7 @@ from sqlalchemy import Connection
 from ..application import runtime_of
 from ..errors import ChangeRefused, NotAuthenticated, OperationNotFound
 from ..store import stream_places, streams
-from ..store.streams import Place
+from ..store.stream_places import Place
 from ..streams.declaring import declared_streams
 from .change import Change, audit, repeated
 from .money import NEEDS_TOKEN, stream_moves_money

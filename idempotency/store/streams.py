@@ -16,6 +16,7 @@ from sqlalchemy.exc import DataError
 from ..errors import IdempotencyError
 from .record import SETTINGS, idle_ms
 from .statements import driver_error, execute
+from .stream_places import THIS_PLACE, Place
 
 # SQLSTATE of an advance that has matched nothing.
 _DIVISION_BY_ZERO = "22012"
@@ -28,25 +29,6 @@ class PartitionLost(IdempotencyError):
 
     def __init__(self, place: Place | str) -> None:
         super().__init__(f"{place}: the position is another's")
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """One partition of a topic, for one consumer of one application."""
-
-    service: str
-    consumer: str
-    topic: str
-    partition: int
-
-    def __str__(self) -> str:
-        return f"{self.topic}/{self.partition}"
-
-    def fields(self) -> dict[str, Any]:
-        """The parameters of `_PLACE`."""
-        return {
-            "service": self.service, "consumer": self.consumer, "topic": self.topic, "partition": self.partition
-        }  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +49,7 @@ class Held:
         return replace(self, position=position)
 
 
-_PLACE = "service = %(service)s AND consumer = %(consumer)s AND topic = %(topic)s AND partition = %(partition)s"
-_MINE = f"{_PLACE} AND fence = %(fence)s"
+_MINE = f"{THIS_PLACE} AND fence = %(fence)s"
 _LEASE = "clock_timestamp() + make_interval(secs => %(lease)s)"
 _FENCE = "pg_catalog.nextval('idempotency.fence')"
 
@@ -82,7 +63,7 @@ ON CONFLICT (service, consumer, topic, partition) DO UPDATE SET fence = {_FENCE}
 WHERE %(regardless)s OR p.owner IS NULL OR p.owner = %(owner)s OR p.locked_until < clock_timestamp()
    OR p.owner = ANY(%(dead)s::text[])
 RETURNING position, fence, source,
-    (SELECT b.owner <> %(owner)s FROM idempotency.stream_positions b WHERE {_PLACE}) IS TRUE AS is_from_silent
+    (SELECT b.owner <> %(owner)s FROM idempotency.stream_positions b WHERE {THIS_PLACE}) IS TRUE AS is_from_silent
 """
 
 # Of an owner whose commit had no answer: it waits for that commit's lock, and what comes of it later matches nothing.
@@ -182,14 +163,14 @@ ORDER BY consumer, topic, partition
 
 _LOCK = f"""
 SELECT position, fence, owner, locked_until > clock_timestamp() AS is_owned
-FROM idempotency.stream_positions WHERE {_PLACE} FOR UPDATE
+FROM idempotency.stream_positions WHERE {THIS_PLACE} FOR UPDATE
 """
 
 # Without an owner: the present one, if there is one, finds its fence gone, takes the partition again and reads from here.
 _SEEK = f"""
 UPDATE idempotency.stream_positions SET position = %(to)s, fence = {_FENCE}, owner = NULL, locked_until = NULL, stopped = NULL,
     source = NULL
-WHERE {_PLACE} RETURNING fence
+WHERE {THIS_PLACE} RETURNING fence
 """
 
 # A role without `pg_read_all_stats` sees of others' connections that they are there, and not what they do. A base backup, say,

@@ -25,7 +25,8 @@ from ..store import dead_letters, stream_letters, streams
 from ..store.answers import Busy, Completed, Failed, Foreign, Mismatch
 from ..store.letters import headers_text
 from ..store.statements import describe, is_news
-from ..store.streams import PartitionLost, Place
+from ..store.stream_places import Place
+from ..store.streams import PartitionLost
 from .alone import handle_alone
 from .declaring import Stream
 from .holdings import Holdings

@@ -16,7 +16,8 @@ from ..observe.crash_points import crash_point
 from ..observe.logs import log
 from ..store import streams
 from ..store.statements import is_news
-from ..store.streams import Held, Place
+from ..store.stream_places import Place
+from ..store.streams import Held
 from .declaring import Stream
 from .partition import Partition
 

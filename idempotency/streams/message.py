@@ -11,7 +11,7 @@ from datetime import datetime
 from decimal import Decimal
 from typing import Any
 
-from ..store.streams import Place
+from ..store.stream_places import Place
 from ..wire import keys
 from ..wire.headers import KEY_HEADER
 from ..wire.limits import BODY_LIMIT, beyond_limits

@@ -7,7 +7,8 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ..store.streams import Held, Place
+from ..store.stream_places import Place
+from ..store.streams import Held
 from .message import StreamMessage
 
 

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from idempotency.store import streams
-from idempotency.store.streams import Place
+from idempotency.store.stream_places import Place
 from idempotency.streams.sharing import fair_share
 from tests.streams.conftest import Make
 from tests.support.outside import OutsideWorld
