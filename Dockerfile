@@ -17,7 +17,7 @@ COPY tasks ./tasks
 COPY api ./api
 COPY scripts/certificates.py ./scripts/
 
-# A number, which Kubernetes can tell from root's. /users: the owner of a new volume that is mounted there.
-RUN useradd --system --uid 999 --user-group --no-create-home app && install --directory --owner app /users
+# A number, which Kubernetes can tell from root's. /users and /schedule: the owner of a new volume that is mounted there.
+RUN useradd --system --uid 999 --user-group --no-create-home app && install --directory --owner app /users /schedule
 USER 999
 CMD ["celery", "-A", "tasks", "worker"]

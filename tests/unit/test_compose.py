@@ -216,6 +216,12 @@ def test_what_is_kept_is_declared() -> None:
     assert used == set(COMPOSE["volumes"])
 
 
+def test_beat_keeps_its_schedule() -> None:
+    beat = SERVICES["beat"]
+    kept = [volume.partition(":")[2] for volume in beat["volumes"]]
+    assert beat["command"][-1].partition("=")[2].rpartition("/")[0] in kept
+
+
 def test_a_task_has_longer_to_end_than_celery_gives_it() -> None:
     source = (ROOT / "celeryconfig.py").read_text()
     given = re.search(r"worker_soft_shutdown_timeout = ([\d.]+)", source)
