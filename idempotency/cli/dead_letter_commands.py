@@ -127,10 +127,9 @@ def show_letter(
     if as_json:
         print_json(fields)
         return
-    if fields["attempts"] is not None:
-        fields["attempts"] = attempts_made(fields["attempts"], fields.pop("spent_at"))
-    shown = ((name, value) for name, value in fields.items() if name not in ("payload", "headers"))
-    print_table("field", "value", rows=((name, value) for name, value in shown if value is not None))
+    fields["attempts"] = attempts_made(fields["attempts"] or 0, fields.pop("spent_at"))
+    shown = {name: value for name, value in fields.items() if value is not None and name not in ("payload", "headers")}
+    print_table("field", "value", rows=shown.items())
 
 
 @letters.command("replay")
@@ -168,8 +167,7 @@ def replay_letters(
 
     def replay_one(letter: int) -> dict[str, Any]:
         change = replace(by, request_id=None if request_id is None else f"{request_id}:{letter}")
-        id = replay(celery, letter, change, confirmed=unconfirmed)
-        return _named(letter, "replayed", id)
+        return _named(letter, "replayed", replay(celery, letter, change, confirmed=unconfirmed))
 
     _each(
         chosen, replay_one, "replayed", single=_single(ids), dry_run=dry_run, as_json=as_json, unconfirmed=unconfirmed

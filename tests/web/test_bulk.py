@@ -66,7 +66,7 @@ def test_only_what_a_person_has_read_is_confirmed(
     decline(task, deliveries, 1)
     otto = browser("otto")
     first = otto.post("/bulk/begin", {"only_reason": "gone", "reason": "again"})
-    assert "Of 1 letters" in first.text
+    assert "Of 1 letter that matches" in first.text
     decline(task, deliveries, 2)
     address = confirm(otto, first).headers["location"]
     assert "0 of 1 completed" in said(otto, address)
