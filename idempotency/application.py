@@ -18,9 +18,18 @@ if TYPE_CHECKING:
     from celery import Celery
 
 _open: WeakKeyDictionary[Celery, Runtime] = WeakKeyDictionary()
-# Of a process without a cell: the runtimes of those that it calls into, by name.
-_open_cells: WeakKeyDictionary[Celery, dict[str, Runtime]] = WeakKeyDictionary()
+_open_cells: WeakKeyDictionary[Celery, _Cells] = WeakKeyDictionary()
+# While something is opened or closed; nothing of the application's runs under it.
 _lock = threading.Lock()
+
+
+class _Cells:
+    """What a process that serves no cell knows of all, and the runtimes of those that it has called into, by name."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.pid = os.getpid()
+        self.settings = settings
+        self.runtimes: dict[str, Runtime] = {}
 
 
 # In the place of an address, where no task needs Postgres.
@@ -99,6 +108,8 @@ def serve_cell(app: Celery, cell: str | None) -> None:
             raise SettingsError(f"{PREFIX}cell: {cell!r} is none of {', '.join(settings.cells)}")
         app.conf["broker_url"] = settings.cells[cell].broker_url.get_secret_value()
         app.conf["broker_read_url"] = app.conf["broker_write_url"] = None  # or they would win
+        if app.conf["broker_url"] != app.conf.broker_write_url or app.conf["broker_url"] != app.conf.broker_read_url:
+            raise SettingsError(f"broker_url: not that of the cell {cell!r}; set neither CELERY_BROKER_URL nor its kin")
 
 
 def _settings_of_callers(app: Celery) -> Settings:
@@ -130,18 +141,34 @@ def runtime_for(app: Celery, tenant: str | None) -> Runtime:
         if tenant is not None:
             runtime.settings.check_cell(tenant)
         return runtime
+    cell = _cells_of(app).settings.cell_for(tenant)
+    assert cell is not None
+    return _cells_of(app).runtimes.get(cell) or _opened_cell(app, cell)
+
+
+def _cells_of(app: Celery) -> _Cells:
+    known = _open_cells.get(app)
+    if known is not None and known.pid == os.getpid():
+        return known
     with _lock:
-        opened = _open_cells.setdefault(app, {})
-        if any(each.pid != os.getpid() for each in opened.values()):
-            for each in opened.values():
-                each.abandon()
-            opened.clear()
-        settings = next((each.settings for each in opened.values()), None) or _settings_of_callers(app)
-        cell = settings.cell_for(tenant)
-        assert cell is not None
-        if cell not in opened:
-            opened[cell] = Runtime(settings_of(app, cell=cell))
-        return opened[cell]
+        return _cells_opened(app)
+
+
+def _cells_opened(app: Celery) -> _Cells:
+    known = _open_cells.get(app)
+    if known is None or known.pid != os.getpid():
+        for inherited in () if known is None else known.runtimes.values():
+            inherited.abandon()
+        known = _open_cells[app] = _Cells(_settings_of_callers(app))
+    return known
+
+
+def _opened_cell(app: Celery, cell: str) -> Runtime:
+    with _lock:
+        runtimes = _cells_opened(app).runtimes
+        if cell not in runtimes:
+            runtimes[cell] = Runtime(settings_of(app, cell=cell))
+        return runtimes[cell]
 
 
 def _of_this_process(app: Celery) -> Runtime | None:
@@ -178,10 +205,20 @@ def runtime_replaced(app: Celery, runtime: Runtime) -> Iterator[None]:
 def close_runtime(app: Celery) -> None:
     """Close what this process holds open for the application; the next use opens it again."""
     with _lock:
-        runtimes = [_open.pop(app, None), *_open_cells.pop(app, {}).values()]
-    for runtime in runtimes:
-        if runtime is not None:
-            runtime.close()
+        runtime, cells = _open.pop(app, None), _open_cells.pop(app, None)
+    for each in (runtime, *(() if cells is None else cells.runtimes.values())):
+        if each is not None and each.pid == os.getpid():
+            each.close()
+        elif each is not None:
+            each.abandon()  # its connections are the parent's
+
+
+def _renew_lock() -> None:
+    global _lock
+    _lock = threading.Lock()  # the thread that held it is not there
+
+
+os.register_at_fork(after_in_child=_renew_lock)
 
 
 def close_all_runtimes() -> None:

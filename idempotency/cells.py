@@ -10,17 +10,55 @@ database for it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import combinations
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ImportString, SecretStr, TypeAdapter
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, ImportString, SecretStr, TypeAdapter
 from sqlalchemy.engine import make_url
 
 from .errors import SettingsError, WrongCell
-from .setting_values import database_hosts
+from .setting_values import NOT_AN_ADDRESS, database_address, database_hosts
 
 _IMPORTED = TypeAdapter[Any](ImportString)
 # By the tenant's name: a mapping, or a function that returns the cell, or None for a tenant that is in none.
 CellOf = Mapping[str, str] | Callable[[str], str | None]
+
+
+@dataclass(frozen=True)
+class Place:
+    """What is of one name on any of these servers, each with its port."""
+
+    name: str
+    servers: frozenset[tuple[str, int]]
+
+    def is_also(self, other: Place) -> bool:
+        """Whether both are the same, as far as their addresses say: a host may have two names."""
+        return self.name == other.name and bool(self.servers & other.servers)
+
+
+def _place_of_broker(address: str) -> Place:
+    """A virtual host of a broker, or of a cluster of them, as kombu reads its address."""
+    from kombu.utils.url import url_to_parts  # not every process that reads settings has a broker
+
+    every = [url_to_parts(each) for each in address.split(";")]
+    servers = {
+        (each.hostname or "localhost", each.port or (5671 if each.scheme == "amqps" else 5672)) for each in every
+    }
+    return Place(every[0].path or "/", frozenset((host.lower(), port) for host, port in servers))
+
+
+def _place_of_database(address: str) -> Place:
+    servers = {((host or "localhost").lower(), port) for host, port in database_hosts(address)}
+    return Place(str(make_url(address).database), frozenset(servers))
+
+
+def _broker_address(value: SecretStr) -> SecretStr:
+    try:
+        _place_of_broker(value.get_secret_value())
+    except ValueError:
+        raise ValueError(NOT_AN_ADDRESS) from None  # the original message contains parts of the address
+    return value
 
 
 class Cell(BaseModel):
@@ -28,9 +66,9 @@ class Cell(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
-    database_url: SecretStr
+    database_url: Annotated[SecretStr, AfterValidator(database_address)]
     # On one RabbitMQ each cell has a virtual host, on one Redis a database: then queues have the same names everywhere.
-    broker_url: SecretStr
+    broker_url: Annotated[SecretStr, AfterValidator(_broker_address)]
     redis_url: SecretStr | None = None
     # Of calls in this cell that name no tenant, as scheduled tasks are; has to be one of this cell.
     tenant: str | None = None
@@ -41,15 +79,12 @@ class Cell(BaseModel):
         return {name: getattr(self, name) for name in self.model_fields_set if name != "broker_url"}
 
     @property
-    def places(self) -> dict[str, object]:
-        """What no two cells may share, without users and passwords."""
-        database, broker = self.database_url.get_secret_value(), self.broker_url.get_secret_value()
-        url = make_url(database)
-        # a cluster's addresses in any order, each with its virtual host
-        brokers = sorted(
-            each.rpartition("@")[2].partition("://")[2] or each.rpartition("@")[2] for each in broker.split(";")
-        )
-        return {"database_url": (sorted(map(str, database_hosts(database))), url.database), "broker_url": brokers}
+    def places(self) -> dict[str, Place]:
+        """What no two cells may share."""
+        return {
+            "database_url": _place_of_database(self.database_url.get_secret_value()),
+            "broker_url": _place_of_broker(self.broker_url.get_secret_value()),
+        }
 
 
 def _cell_of(value: Any) -> Any:
@@ -76,13 +111,11 @@ def check_agree(cells: Mapping[str, Cell], cell_of: CellOf | None, cell: str | N
         raise ValueError(f"cell: {cell!r} is none of {', '.join(cells)}")
     if isinstance(cell_of, Mapping) and (unknown := sorted(set(cell_of.values()) - set(cells), key=str)):
         raise ValueError(f"cell_of: {unknown[0]!r} is none of {', '.join(cells)}")
-    names = list(cells)
-    for at, one in enumerate(names):
-        for other in names[at + 1 :]:
-            mine, others = cells[one].places, cells[other].places
-            for what in mine:
-                if mine[what] == others[what]:
-                    raise ValueError(f"cells: {one} and {other} have the same {what}")
+    places = {name: cell.places for name, cell in cells.items()}
+    for one, other in combinations(places, 2):
+        for what, place in places[one].items():
+            if place.is_also(places[other][what]):
+                raise ValueError(f"cells: {one} and {other} have the same {what}")
 
 
 def which(cells: Mapping[str, Cell], cell_of: CellOf, tenant: str) -> str:

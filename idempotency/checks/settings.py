@@ -8,7 +8,7 @@ from typing import Any
 from celery import Celery
 
 from ..application import settings_of
-from ..errors import InvalidArguments, SettingsError
+from ..errors import InvalidArguments, SettingsError, WrongCell
 from ..settings import PREFIX, Settings, secrets
 from ..wire import keys
 from ..worker.task import IdempotentTask
@@ -86,6 +86,11 @@ def check_cell(app: Celery, given: Settings) -> list[Finding]:
         found = f"is not that of the cell {given.cell!r}"
         advice = "call use_cells(app) after the configuration, and set neither CELERY_BROKER_URL nor its kin"
         return [refusal("broker_url", found, advice)]
+    try:
+        given.check_cell(given.tenant)
+    except WrongCell as wrong:
+        found = f"{wrong}: a call that names no tenant, as those of beat, is refused"
+        return [warning("idempotency_cells", found, f"give {given.cell} a `tenant` of its own")]
     others = ", ".join(name for name in given.cells if name != given.cell)
     return [ok("cell", f"{given.cell}; the others: {others or 'none'}")]
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ..application import runtime_of
+from ..application import runtime_for, runtime_of
 from ..operate import api_keys as operate
 from ..operate.change import Change
 from ..store import tenants
@@ -36,7 +36,7 @@ def create(
     as_json: JsonOption = False,
 ) -> None:
     """Make an API key and print it, once."""
-    with runtime_of(application(app)).engine.begin() as connection:
+    with runtime_for(application(app), tenant).engine.begin() as connection:
         change = Change(actor, f"api-key create {tenant}"[:500])
         key = operate.create_api_key(connection, change, tenant, name=name, scopes=scope, expires_at=expires)
     if as_json:

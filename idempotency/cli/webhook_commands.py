@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from ..application import runtime_of
+from ..application import runtime_for, runtime_of
 from ..errors import ChangeRefused, OperationNotFound
 from ..framework import framework
 from ..operate import webhooks as operate
@@ -52,7 +52,7 @@ def add(
 
     Exit status 1 if it does not answer the challenge: then `enable` challenges it again.
     """
-    runtime, change = runtime_of(application(app)), Change(actor, "webhooks add")
+    runtime, change = runtime_for(application(app), tenant), Change(actor, "webhooks add")
     scheme = Scheme.ED25519 if ed25519 else Scheme.SHARED
     made = operate.add_endpoint(runtime, change, tenant, url=url, events=event, scheme=scheme)
     refused: str | None = None

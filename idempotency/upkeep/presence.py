@@ -66,6 +66,7 @@ class SignOfLife:
             given,
             session={"statement_timeout": TIMEOUT * 1000, "lock_timeout": TIMEOUT * 1000},
             connect={"connect_timeout": TIMEOUT, "tcp_user_timeout": TIMEOUT * 1000},
+            patience=TIMEOUT,
             poolclass=NullPool,
             isolation_level="AUTOCOMMIT",
         )

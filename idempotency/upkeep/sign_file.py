@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from ..attempt.liveness import is_provably_dead, process_identity
@@ -33,6 +34,9 @@ class SignFile:
             if not self._failed:
                 log.warning("sign_of_life_file_not_written", error=type(error).__name__)
             self._failed = True
+            # an old one would say that this process hangs; a disk that is full lets it be removed
+            with suppress(OSError):
+                self._path.unlink(missing_ok=True)
 
     def remove(self) -> None:
         """Say that the process ends in order: from then on no sign is expected."""
@@ -49,7 +53,7 @@ def silence(path: Path) -> float | None:
     that is gone or was in another container. Raises `OSError` for a file that cannot be read.
     """
     try:
-        holder, at = path.read_text(), path.stat().st_mtime
+        holder, at = path.read_text(errors="replace"), path.stat().st_mtime
     except FileNotFoundError:
         return None
     # host, boot and pid namespace: of another container, nothing is known
