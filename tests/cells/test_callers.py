@@ -277,6 +277,23 @@ def test_a_broker_that_is_not_the_cells_is_refused(serve: Serve, cells: Cells, m
     }
 
 
+def test_a_process_of_a_cell_that_publishes_elsewhere_does_not_begin(
+    serve: Serve, cells: Cells, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CELERY_BROKER_WRITE_URL", cells["us"]["broker_url"])
+    with pytest.raises(SettingsError, match="broker_url: not that of the cell 'eu'"):
+        serve("eu")
+
+
+def test_the_doctor_says_that_calls_without_a_tenant_are_refused(serve: Serve, cells: Cells) -> None:
+    cells["eu"]["tenant"] = "us-house"
+    serve("eu")
+    (found,) = (each.found for each in doctor(app) if each.level is Level.WARNING and "us-house" in each.found)
+    assert "a call that names no tenant, as those of beat, is refused" in found
+    with pytest.raises(WrongCell):
+        deposit.apply_async(("a1",))
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [

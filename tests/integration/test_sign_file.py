@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,10 +15,10 @@ from urllib.parse import urlsplit
 import pytest
 from celery import Celery
 from celery.concurrency import get_implementation
-from sqlalchemy import make_url
+from sqlalchemy import event, make_url
 
 from idempotency.attempt.liveness import process_identity
-from idempotency.upkeep.presence import ConsumerTurns, SignOfLife
+from idempotency.upkeep.presence import TIMEOUT, ConsumerTurns, SignOfLife
 from idempotency.upkeep.sign_file import SignFile, silence
 from tests.support import bank as b
 from tests.support.commands import Run, runner
@@ -134,3 +135,56 @@ def test_a_file_that_cannot_be_written_is_logged_once_and_ends_nothing(
     assert caplog.text.count("sign_of_life_file_not_written") == 1
     answer = run("alive", tmp_path)
     assert (answer.status, answer.error) == (1, f"idempotency: {tmp_path}: Is a directory\n")
+
+
+def test_a_database_that_takes_a_statement_and_never_answers_makes_nobody_look_hung(
+    bank: Celery, tmp_path: Path, run: Run
+) -> None:
+    """A pooler or a proxy in between acknowledges, so TCP notices nothing; statement_timeout is the server's own."""
+    file = tmp_path / "alive"
+    database = make_url(bank.conf.idempotency_database_url)
+    bank.conf.idempotency_sign_of_life, bank.conf.idempotency_sign_of_life_file = 0.2, str(file)
+    with Proxy(str(database.host), database.port or 0) as proxy:
+        bank.conf.idempotency_database_url = database.set(host="127.0.0.1", port=proxy.port).render_as_string(
+            hide_password=False
+        )
+        life = SignOfLife(bank, "worker")
+        assert life.sign()
+
+        @event.listens_for(life._engine, "before_cursor_execute")
+        def swallow(*_: object) -> None:
+            proxy.black_hole("replies")
+
+        life.start()
+        eventually(lambda: proxy.swallowed, what="an answer that is lost")
+        time.sleep(4 * TIMEOUT)  # longer than the two statements and a connection may take
+        silent = silence(file) or 0.0
+        status = run("alive", file, "--within", 3 * TIMEOUT).status
+        proxy.heal()  # ends the thread's connection; the answer to the next statement is lost again
+        ending = threading.Thread(target=life.end, daemon=True)
+        ending.start()
+        ending.join(10 * TIMEOUT)  # "a few times this at most"
+        hangs = ending.is_alive()
+        event.remove(life._engine, "before_cursor_execute", swallow)
+        proxy.heal()
+        ending.join(30)
+    assert silent < 3 * TIMEOUT
+    assert status == 0
+    assert not hangs
+
+
+def test_a_disk_that_is_full_makes_nobody_look_hung(bank: Celery, tmp_path: Path, run: Run) -> None:
+    file = tmp_path / "alive"
+    bank.conf.idempotency_sign_of_life_file = str(file)
+    life = SignOfLife(bank, "worker")
+    assert life.sign()
+    (tmp_path / f".alive.{os.getpid()}").mkdir()  # in the place of ENOSPC: the new file cannot be written
+    os.utime(file, (time.time() - 300, time.time() - 300))  # five minutes later
+    assert life.sign()  # it signs in Postgres
+    assert run("alive", file).status == 0
+
+
+def test_of_a_file_that_is_not_text_nothing_is_concluded(tmp_path: Path) -> None:
+    file = tmp_path / "alive"
+    file.write_bytes(b"\xff\xfe")
+    assert silence(file) is None
