@@ -33,8 +33,9 @@ from tests.support import crashing
 
 # Longer than the lease, so that what is stopped is taken over, and short enough that it goes on within the run.
 STOPPED = application.LEASE + 2.0
-# How long a crash point may take to be reached before the fault counts as missed.
+# How long a crash point may take to be reached before another one is tried; after so many the fault counts as missed.
 REACHED_WITHIN = 10.0
+POINTS_TRIED = 3
 # There are two web servers, of which one may be stopped while the other starts.
 EDGE_REACHED_WITHIN = 25.0
 # How long a process stays stopped at most until another process has ended its operation: longer than the lease, the
@@ -183,14 +184,39 @@ class Scene:
     def arm(self, points: Sequence[str], target: int, action: str, directory: Path | None = None) -> Path:
         """Plan an action at one of these points that has none yet; returns the plan, whose name is the point's."""
         directory = directory or self.crash_directory
+        deadline = time.monotonic() + REACHED_WITHIN
+        while (plan := self._take(points, target, directory)) is None:
+            if time.monotonic() > deadline:
+                raise Missed("every point has a plan already")
+            time.sleep(0.1)
+        crashing.plan(directory, plan.name, action)
+        return plan
+
+    def _take(self, points: Sequence[str], target: int, directory: Path) -> Path | None:
         with self._lock:
             free = [plan for point in points if (plan := directory / point) not in self._armed]
             if not free:
-                raise Missed("every point has a plan already")
+                return None
             plan = free[target % len(free)]
             self._armed.add(plan)
-        crashing.plan(directory, plan.name, action)
-        return plan
+            return plan
+
+    def reach(
+        self, points: Sequence[str], target: int, action: str, sign: str, directory: Path | None = None
+    ) -> tuple[Path, str]:
+        """Plan an action at one of these points, and at another one if it is not reached in time; the plan and its sign's text.
+
+        Which point is drawn says nothing about how often work comes by it: few returns of a shop are undone in a minute.
+        """
+        # the next one that is tried is not of the same kind, which stand side by side
+        stride = len(points) // POINTS_TRIED + 1
+        for number in range(POINTS_TRIED):
+            plan = self.arm(points, target + number * stride, action, directory)
+            try:
+                return plan, self.wait_for(plan, sign)
+            except Missed as error:
+                missed = error
+        raise missed
 
     def wait_for(self, plan: Path, sign: str) -> str:
         """Wait until a point is reached and return the sign's text; Missed when it is not reached in time."""
@@ -284,17 +310,17 @@ def deploy_relay(scene: Scene, target: int) -> str:
 
 def kill_child_at_point(scene: Scene, target: int) -> str:
     """F1 at a named moment of an attempt."""
-    return _kill_at(scene, scene.arm(ATTEMPT_POINTS, target, crashing.KILL_CHILD))
+    return _kill_at(scene, ATTEMPT_POINTS, target, crashing.KILL_CHILD)
 
 
 def kill_worker_at_point(scene: Scene, target: int) -> str:
     """F2 at a named moment of an attempt."""
-    return _kill_at(scene, scene.arm(ATTEMPT_POINTS, target, crashing.KILL_WORKER))
+    return _kill_at(scene, ATTEMPT_POINTS, target, crashing.KILL_WORKER)
 
 
 def kill_relay_at_point(scene: Scene, target: int) -> str:
     """F2 of a relay between select, publish, confirm and mark."""
-    return _kill_at(scene, scene.arm(RELAY_POINTS, target, crashing.KILL_CHILD))
+    return _kill_at(scene, RELAY_POINTS, target, crashing.KILL_CHILD)
 
 
 def stop_child_at_point(scene: Scene, target: int) -> str:
@@ -341,7 +367,7 @@ def terminate_edge(scene: Scene, target: int) -> str:
 
 def kill_edge_at_point(scene: Scene, target: int) -> str:
     """F22 at a named moment of a request."""
-    return _kill_at(scene, scene.arm(EDGE_POINTS, target, crashing.KILL_CHILD, scene.edge_crashes))
+    return _kill_at(scene, EDGE_POINTS, target, crashing.KILL_CHILD, scene.edge_crashes)
 
 
 def stop_edge_before_finish(scene: Scene, target: int) -> str:
@@ -371,7 +397,7 @@ def kill_shop_edge(scene: Scene, target: int) -> str:
 
 def kill_shop_at_point(scene: Scene, target: int) -> str:
     """F1 at a named moment of an attempt of the worked application, its sagas included."""
-    return _kill_at(scene, scene.arm(SHOP_POINTS, target, crashing.KILL_CHILD, scene.shop_crashes))
+    return _kill_at(scene, SHOP_POINTS, target, crashing.KILL_CHILD, scene.shop_crashes)
 
 
 # ---------------------------------------------------------------- servers
@@ -516,8 +542,8 @@ def _kill(scene: Scene, kind: str, target: int) -> str:
     return f"{member.name}: {running.pid}"
 
 
-def _kill_at(scene: Scene, plan: Path) -> str:
-    scene.wait_for(plan, "reached")
+def _kill_at(scene: Scene, points: Sequence[str], target: int, action: str, directory: Path | None = None) -> str:
+    plan, _ = scene.reach(points, target, action, "reached", directory)
     return plan.name
 
 
@@ -572,8 +598,8 @@ def _stop_until(scene: Scene, plan: Path, query: str, what: str) -> str:
 
 
 def _stop_at(scene: Scene, points: Sequence[str], target: int) -> str:
-    plan = scene.arm(points, target, crashing.STOP)
-    pid = int(scene.wait_for(plan, "stopped"))
+    plan, text = scene.reach(points, target, crashing.STOP, "stopped")
+    pid = int(text)
     time.sleep(STOPPED)
     return f"{plan.name}: {pid} for {STOPPED:g} s" if _continue(pid) else f"{plan.name}: {pid}, killed meanwhile"
 

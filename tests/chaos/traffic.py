@@ -12,7 +12,7 @@ import queue
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -88,7 +88,18 @@ Copy = Callable[[], object]
 class Traffic:
     """A thread that submits through `engine`, and one that sends the copies."""
 
-    def __init__(self, engine: Engine, *, seed: int, rate: float, url: str, may_go_on: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        seed: int,
+        rate: float,
+        url: str,
+        may_go_on: Callable[[], bool],
+        shares: Mapping[str, int] = SHARES,
+        rare: Mapping[int, str] = RARE,
+    ) -> None:
+        self._shares, self._rare = shares, rare
         self._engine = engine
         self._chance = random.Random(f"traffic {seed}")
         self._rate = rate
@@ -151,10 +162,10 @@ class Traffic:
                 self.tally.unsent += 1
 
     def _draw(self) -> str:
-        if (rare := RARE.get(self._numbers % RARE_EVERY)) is not None:
+        if (rare := self._rare.get(self._numbers % RARE_EVERY)) is not None:
             return rare
         point = self._chance.randrange(100)
-        for kind, share in SHARES.items():
+        for kind, share in self._shares.items():
             if point < share:
                 return kind
             point -= share

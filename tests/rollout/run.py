@@ -1,0 +1,381 @@
+"""One rollout: older code under load, the schema, the newest code zone by zone, a bad release and its way back; then the books.
+
+The processes, the traffic, the provider and the checker are those of the chaos suite. Nothing is killed: what is measured
+is what a release costs.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from uuid import uuid4
+
+from rich.console import Console
+from sqlalchemy import create_engine
+from sqlalchemy.exc import DBAPIError
+
+from idempotency.application import close_runtime
+from idempotency.store import schema
+from services import process
+from tests.chaos import application as chaos
+from tests.chaos import ledgers
+from tests.chaos.application import MANY_ATTEMPTS
+from tests.chaos.checker import Evidence, Violation, check
+from tests.chaos.fleet import BEAT, RELAY, WORKER, Fleet, Member
+from tests.chaos.monitor import unexplained
+from tests.chaos.place import ZONES, Place, clustered
+from tests.chaos.provider import Provider
+from tests.chaos.run import SPARE_ATTEMPTS, keep_logs
+from tests.chaos.traffic import SHARES, TENANTS, Traffic
+from tests.chaos.verdict import announcements, messages_left, submitted, vanished
+from tests.rollout import application, releases
+from tests.rollout.waits import Wait, waits
+
+APP = "tests.rollout.application"
+OLD, NEW, BAD, BACK = "older", "newest", application.BAD, "older again"
+# What has an end of its own time: an operation that kills its process, or may only end after others.
+LEFT_OUT = ("novel", "direct")
+# Open at once, at most: a machine that is behind is not what is measured.
+WINDOW = 60
+WORKERS, RELAYS, BEATS = 4, 2, 2
+READY_WITHIN, QUIET_WITHIN = 120.0, 240.0
+LOOK = 0.5
+# What says that a process has begun its work.
+READY = {WORKER: " ready.", RELAY: "relay_started", BEAT: "beat: Starting"}
+ENDED_LATE = "late"
+
+_OPEN = """
+SELECT (SELECT count(*) FROM idempotency.records WHERE status IN ('started', 'released'))
+     + (SELECT count(*) FROM idempotency.outbox WHERE settled_at IS NULL)
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """`since`: what `releases.commit_of` takes. `rate` and `lease`: accepted operations per second, and seconds."""
+
+    since: str
+    seed: int = 1
+    rate: float = 10.0
+    lease: float = 20.0
+    # for each part of the rollout
+    seconds: float = 8.0
+    # a control: workers die at once and are away for longer than a lease
+    is_late: bool = False
+
+
+@dataclass
+class Result:
+    """What has become of all operations. `ended`: how many were ended by which release on which schema."""
+
+    lease: float
+    releases: int = 0
+    accepted: int = 0
+    lost: int = 0
+    doubled: int = 0
+    slowest: Sequence[Wait] = ()
+    violations: Sequence[Violation] = ()
+    ended: Counter[str] = field(default_factory=Counter)
+    parts: Sequence[tuple[str, datetime]] = ()
+    logs: Path | None = None
+
+    @property
+    def delayed(self) -> list[Wait]:
+        """What took longer than a lease."""
+        return [each for each in self.slowest if each.seconds > self.lease]
+
+    @property
+    def problems(self) -> list[str]:
+        """Why a run without a violation would prove nothing."""
+        wanted = (f"{OLD}, older tables", f"{OLD}, newest tables", f"{NEW}, newest tables", f"{BACK}, newest tables")
+        return [f"nothing was ended by: {each}" for each in wanted if not self.ended[each]]
+
+    @property
+    def status(self) -> int:
+        """0: nothing lost, doubled or delayed; 1: something was; 2: nothing was proved."""
+        if self.violations or self.lost or self.doubled or self.delayed:
+            return 1
+        return 2 if self.problems else 0
+
+    def line(self, seconds: float) -> str:
+        """The last line of a run."""
+        slowest = self.slowest[0].seconds if self.slowest else 0.0
+        return (
+            f"RESULT rollout cluster=1 operations={self.accepted} lost={self.lost} doubled={self.doubled} "
+            f"delayed={len(self.delayed)} slowest_seconds={slowest:.1f} lease={self.lease:g} releases={self.releases} "
+            f"violations={len(self.violations)} seconds={seconds:.0f}"
+        )
+
+
+def run(options: Options, console: Console) -> Result:
+    """Carry out one rollout. Raises `NoHistory`, `ServiceError` and `TimeoutError`."""
+    for variable in ("DATABASE_URL", "REDIS_URL", "BROKER_URL"):
+        os.environ.pop(variable, None)
+    commit = releases.commit_of(options.since)
+    with ExitStack() as stack:
+        servers = stack.enter_context(clustered(is_synchronous=True))
+        older = releases.unpack(commit, servers.directory / "older")
+        console.print(f"older code: {commit[:12]}, of schema {releases.revision_of(older)}", highlight=False)
+        rollout = Rollout(servers, options, older, console, stack)
+        try:
+            rollout.run()
+            result = rollout.judge()
+        except Exception:
+            console.print(f"logs: {keep_logs(servers.directory)}", highlight=False)
+            raise
+        if result.status:
+            result.logs = keep_logs(servers.directory)
+        return result
+
+
+class Rollout:
+    """The processes of a run, and what is known of them."""
+
+    def __init__(self, servers: Place, options: Options, older: Path, console: Console, stack: ExitStack) -> None:
+        self.servers, self.options, self.older, self.console = servers, options, older, console
+        database_url = servers.create_database(f"rollout_{os.getpid()}")
+        self.engine = create_engine(database_url, isolation_level="AUTOCOMMIT", pool_pre_ping=True)
+        stack.callback(self.engine.dispose)
+        self.provider = Provider(options.seed)
+        stack.callback(self.provider.close)
+        zones = servers.environments(database_url)
+        environment = {
+            **zones[0],
+            "CHAOS_QUEUE": "rollout",
+            "IDEMPOTENCY_MESSAGE_SECRETS": uuid4().hex * 2,
+            "ROLLOUT_LEASE": f"{options.lease:g}",
+        }
+        self._environment = {**os.environ, **environment}
+        # with the code that is there: the tables that it knows, and the ledgers over them
+        self.migrate(older)
+        with self.engine.connect() as connection:
+            connection.exec_driver_sql(chaos.TABLES)
+        ledgers.install(self.engine, chaos.BUSINESS)
+        # callers are of the newest code from the beginning: it has to run on the tables of before
+        chaos.configure(environment)
+        application.configure(options.lease)
+        stack.callback(close_runtime, chaos.app)
+        submitting = create_engine(environment["DATABASE_URL"], connect_args={"connect_timeout": 5})
+        stack.callback(submitting.dispose)
+        self.fleet = Fleet(
+            servers.directory / "processes",
+            environment,
+            workers=WORKERS,
+            concurrency=2,
+            relays=RELAYS,
+            beats=BEATS,
+            callers=0,
+            zones=[{**zone, "ZONE": name} for zone, name in zip(zones, ZONES, strict=True)],
+            deployed=False,
+        )
+        stack.callback(self.fleet.stop)
+        for member in self.fleet.members:
+            member.application, member.root = APP, older
+        self.traffic = Traffic(
+            submitting,
+            seed=options.seed,
+            rate=options.rate,
+            url=self.provider.url,
+            may_go_on=lambda: self.open < WINDOW,
+            shares={kind: share for kind, share in SHARES.items() if kind not in LEFT_OUT},
+            rare={},
+        )
+        self.open, self.releases = 0, 0
+        self.parts: list[tuple[str, datetime]] = []
+        # which release each process is of
+        self._release: dict[int, str] = {}
+        self._named: dict[str, str] = {member.name: OLD for member in self.fleet.members}
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._look, name="looking", daemon=True)
+        stack.callback(self._stop.set)
+        self.migrated: datetime | None = None
+        self._open_work: list[str] = []
+
+    def run(self) -> None:
+        """The whole rollout, until all that was accepted has ended, or nothing moves any more."""
+        self.fleet.start()
+        self.fleet.wait_until_ready(READY_WITHIN)
+        self._thread.start()
+        self.traffic.start()
+        self.part("older code alone")
+        self.part("the schema, while older code runs", self.migrate, releases.ROOT)
+        self.migrated = datetime.now(UTC)
+        self.release(NEW, releases.ROOT, (RELAY, WORKER, BEAT))
+        if self.options.is_late:
+            self.part("a control: all workers die, and are away for longer than a lease", self.kill_workers)
+        self.part("newest code alone")
+        self.release(BAD, releases.ROOT, (WORKER,), zones=ZONES[:1])
+        self.release(BACK, self.older, (RELAY, WORKER, BEAT))
+        self.part("older code again, on the newest tables")
+        self.traffic.stop()
+        self.wait_for_quiet()
+        self._stop.set()
+        self._thread.join()
+        self.fleet.stop()
+
+    # ------------------------------------------------------------ the parts
+
+    def part(self, what: str, act: object = None, *arguments: object) -> None:
+        """One part of the rollout, which takes its time under load."""
+        self.parts.append((what, datetime.now(UTC)))
+        tally = self.traffic.tally
+        self.console.print(f"{what}: {len(tally.certain)} accepted, {self.open} open", highlight=False, markup=False)
+        if callable(act):
+            act(*arguments)
+        time.sleep(self.options.seconds)
+
+    def migrate(self, root: Path) -> None:
+        """What an operator does first: the command of the code that is deployed."""
+        command = [sys.executable, "-m", "idempotency.cli", "migrate", "-A", APP]
+        environment = {**self._environment, "PYTHONPATH": str(root)}
+        done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=READY_WITHIN)
+        if done.returncode != 0:
+            raise RuntimeError(f"migrate failed: {done.stderr.strip()[-500:]}")
+
+    def release(
+        self,
+        name: str,
+        root: Path,
+        kinds: Sequence[str],
+        *,
+        zones: Sequence[str] = ZONES,
+    ) -> None:
+        """Replace these processes, one zone after the other, each kind once those before it work."""
+        self.releases += 1
+        for kind in kinds:
+            for zone in zones:
+                members = [each for each in self.fleet.of(kind) if each.zone["ZONE"] == zone]
+                self.part(f"{name} release: {kind} in zone {zone}", self._replace, name, root, members)
+
+    def _replace(self, name: str, root: Path, members: Sequence[Member]) -> None:
+        starts = {member.name: member.starts for member in members}
+        for member in members:
+            self._named[member.name] = name
+            self.fleet.release(member, root, {"ROLLOUT_RELEASE": name})
+        deadline = time.monotonic() + READY_WITHIN
+        for member in members:
+            while member.starts == starts[member.name] or not _is_ready(member):
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"{member.name} of the {name} release is not ready after {READY_WITHIN:g} s")
+                time.sleep(0.1)
+
+    def kill_workers(self) -> None:
+        """SIGKILL, and nothing takes over for longer than a lease."""
+        for member in self.fleet.of(WORKER):
+            member.pause = self.options.lease + 5.0
+            if (running := member.running) is not None:
+                process.end(running, signal.SIGKILL, timeout=5)
+        time.sleep(self.options.lease + 5.0)
+
+    def wait_for_quiet(self) -> None:
+        """Return once all has ended twice in a row, or after its time."""
+        self.parts.append(("until quiet", datetime.now(UTC)))
+        deadline, quiet = time.monotonic() + QUIET_WITHIN, 0
+        while quiet < 2 and time.monotonic() < deadline:
+            quiet = quiet + 1 if not self._ask() and not messages_left(self.servers.broker_url) else 0
+            time.sleep(LOOK)
+        self.is_quiet = quiet == 2
+
+    # ------------------------------------------------------------ what is seen
+
+    def _look(self) -> None:
+        """Count what is open, and note of which release each process is, for as long as the run lasts."""
+        while not self._stop.wait(LOOK):
+            try:
+                self.open = self._ask()
+            except DBAPIError:
+                continue
+            sessions = {member.pid: self._named[member.name] for member in self.fleet.members}
+            for entry in Path("/proc").glob("[0-9]*"):
+                pid = int(entry.name)
+                try:
+                    session = os.getsid(pid)
+                except OSError:
+                    continue
+                if session in sessions:
+                    self._release.setdefault(pid, sessions[session])
+
+    def _ask(self) -> int:
+        with self.engine.connect() as connection:
+            return int(connection.exec_driver_sql(_OPEN).scalar_one())
+
+    # ------------------------------------------------------------ the verdict
+
+    def judge(self) -> Result:
+        """Read the ledgers; nothing is running any more."""
+        accepted = submitted(self.engine)
+        findings = check(
+            Evidence(
+                self.engine,
+                accepted,
+                acts=dict(self.provider.acts),
+                amounts=dict(self.provider.amounts),
+                queues=messages_left(self.servers.broker_url),
+                tenants=frozenset(TENANTS),
+                # it had its time: what is open now stays open
+                drained=True,
+                max_attempts=MANY_ATTEMPTS,
+                spare_attempts=SPARE_ATTEMPTS,
+            )
+        )
+        known = {each.id for each in accepted}
+        gone = vanished(self.traffic.tally.certain, known)
+        counts = findings.counts
+        counts = replace(counts, accepted=counts.accepted + len(gone), lost=counts.lost + len(gone))
+        slowest = waits(findings.changes, known)
+        violations = [
+            *findings.violations,
+            *gone,
+            *announcements(self.engine, accepted),
+            *unexplained(self.fleet.ended_by_themselves),
+        ]
+        with self.engine.connect() as connection:
+            revision = schema.current_revision(connection)
+        if revision != releases.revision_of(releases.ROOT):
+            violations.append(Violation("schema", "the database", f"is of {revision} at the end"))
+        return Result(
+            lease=self.options.lease,
+            releases=self.releases,
+            accepted=counts.accepted,
+            lost=counts.lost,
+            doubled=counts.doubled,
+            slowest=slowest,
+            violations=violations,
+            ended=self._ended(slowest),
+            parts=self.parts,
+        )
+
+    def _ended(self, found: Sequence[Wait]) -> Counter[str]:
+        """How many operations were ended by which release on which tables."""
+        assert self.migrated is not None
+        ended: Counter[str] = Counter()
+        for each in found:
+            pid = each.ended_by.removeprefix("pid ")
+            name = self._release.get(int(pid), "unknown") if pid.isdecimal() else "unknown"
+            at = each.accepted.timestamp() + each.seconds
+            tables = "newest tables" if at > self.migrated.timestamp() else "older tables"
+            ended[f"{name}, {tables}"] += 1
+        return ended
+
+
+def _is_ready(member: Member) -> bool:
+    text = member.log.read_bytes()[member.log_start :].decode(errors="replace")
+    return READY[member.kind] in text
+
+
+def shown(result: Result) -> Mapping[str, str]:
+    """Tables of a run for people, by their titles."""
+    return {
+        "slowest": "; ".join(map(str, result.slowest[:5])),
+        "ended by": ", ".join(f"{name} {number}" for name, number in sorted(result.ended.items())),
+    }
