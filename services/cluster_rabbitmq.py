@@ -22,8 +22,9 @@ NAMES = ("rabbitmq-a", "rabbitmq-b", "rabbitmq-c")
 CLUSTER = "services"
 # Seconds without a sign of another node after which it counts as gone; RabbitMQ's default is 60.
 NET_TICK = 8
-# So long a node may see fewer than all before it is started anew, and answer nothing: a busy machine needs a minute to start it.
-ALONE, SILENT = 6.0, 90.0
+# So long a node may see fewer than all before it is started anew, lack members of queues, and answer nothing: a busy machine
+# needs a minute to start one.
+ALONE, MEMBERLESS, SILENT = 6.0, 20.0, 90.0
 
 
 class PortMapper(Server):
@@ -155,19 +156,27 @@ class RabbitMQTrio:
         without its members of some queues; what such a queue has delivered meanwhile may never reach its consumers, who
         hold it as far as the queue knows, and get nothing more (RabbitMQ 3.10).
         """
-        deadline, since, last = time.monotonic() + timeout, time.monotonic(), None
-        while (found := self._outside() or self._without_members()) is not None:
+        deadline = time.monotonic() + timeout
+        last: tuple[RabbitMQNode, float] | None = None
+        while (found := self._lacking()) is not None:
             now = time.monotonic()
             if now > deadline:
-                raise ServiceError(f"{found.directory.name} is not in the cluster after {timeout:g} s")
-            if found is not last:
+                raise ServiceError(f"{found[0].directory.name} is not in the cluster after {timeout:g} s")
+            if found != last:
                 last, since = found, now
-            if now > since + (ALONE if found.running and self._seen_by(found) else SILENT):
-                found.kill()
+            if now > since + found[1]:
+                found[0].kill()
                 last = None
             self.launch()
             time.sleep(0.5)
         self.wait_until_ready(max(deadline - time.monotonic(), 1.0))
+
+    def _lacking(self) -> tuple[RabbitMQNode, float] | None:
+        """A node that is not in the cluster, or only in a part of it, and the seconds for which it may be so."""
+        if (outside := self._outside()) is not None:
+            return outside, ALONE if outside.running and self._seen_by(outside) else SILENT
+        without = self._without_members()
+        return None if without is None else (without, MEMBERLESS)
 
     def _outside(self) -> RabbitMQNode | None:
         """The node that sees the fewest of all; None: they all see each other."""

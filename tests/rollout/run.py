@@ -33,7 +33,7 @@ from tests.chaos.application import MANY_ATTEMPTS
 from tests.chaos.checker import Evidence, Violation, check
 from tests.chaos.fleet import BEAT, RELAY, WORKER, Fleet, Member
 from tests.chaos.monitor import unexplained
-from tests.chaos.place import ZONES, Place, clustered
+from tests.chaos.place import ZONES, Clustered, clustered
 from tests.chaos.provider import Provider
 from tests.chaos.run import SPARE_ATTEMPTS, keep_logs
 from tests.chaos.traffic import SHARES, TENANTS, Traffic
@@ -51,7 +51,7 @@ WORKERS, RELAYS, BEATS = 4, 2, 2
 READY_WITHIN, QUIET_WITHIN = 120.0, 240.0
 LOOK = 0.5
 # What says that a process has begun its work.
-READY = {WORKER: " ready.", RELAY: "relay_started", BEAT: "beat: Starting"}
+READY = {WORKER: " ready.", RELAY: "relay_started", BEAT: " is starting."}
 ENDED_LATE = "late"
 
 _OPEN = """
@@ -141,16 +141,26 @@ def run(options: Options, console: Console) -> Result:
 class Rollout:
     """The processes of a run, and what is known of them."""
 
-    def __init__(self, servers: Place, options: Options, older: Path, console: Console, stack: ExitStack) -> None:
+    def __init__(self, servers: Clustered, options: Options, older: Path, console: Console, stack: ExitStack) -> None:
         self.servers, self.options, self.older, self.console = servers, options, older, console
-        database_url = servers.create_database(f"rollout_{os.getpid()}")
+        name = f"rollout_{os.getpid()}"
+        database_url = servers.create_database(name)
         self.engine = create_engine(database_url, isolation_level="AUTOCOMMIT", pool_pre_ping=True)
         stack.callback(self.engine.dispose)
         self.provider = Provider(options.seed)
         stack.callback(self.provider.close)
-        zones = servers.environments(database_url)
+        zones = dict(zip(ZONES, servers.environments(database_url), strict=True))
+        self._addresses = {releases.ROOT: zones, older: zones}
+        if not releases.knows_clusters(older):
+            # one address each, as of a proxy that leads to the primary: nothing fails over here
+            single = {
+                "DATABASE_URL": servers.servers.postgres.primary.url.rpartition("/")[0] + f"/{name}",
+                "REDIS_URL": servers.redis_url,
+            }
+            nodes = zip(ZONES, servers.servers.rabbitmq.nodes, strict=False)
+            self._addresses[older] = {zone: {**single, "BROKER_URL": node.url} for zone, node in nodes}
         environment = {
-            **zones[0],
+            **zones[ZONES[0]],
             "CHAOS_QUEUE": "rollout",
             "IDEMPOTENCY_MESSAGE_SECRETS": uuid4().hex * 2,
             "ROLLOUT_LEASE": f"{options.lease:g}",
@@ -175,7 +185,7 @@ class Rollout:
             relays=RELAYS,
             beats=BEATS,
             callers=0,
-            zones=[{**zone, "ZONE": name} for zone, name in zip(zones, ZONES, strict=True)],
+            zones=[{"ZONE": zone, **self._addresses[older][zone]} for zone in ZONES],
             deployed=False,
         )
         stack.callback(self.fleet.stop)
@@ -237,7 +247,7 @@ class Rollout:
     def migrate(self, root: Path) -> None:
         """What an operator does first: the command of the code that is deployed."""
         command = [sys.executable, "-m", "idempotency.cli", "migrate", "-A", APP]
-        environment = {**self._environment, "PYTHONPATH": str(root)}
+        environment = {**self._environment, **self._addresses[root][ZONES[0]], "PYTHONPATH": str(root)}
         done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=READY_WITHIN)
         if done.returncode != 0:
             raise RuntimeError(f"migrate failed: {done.stderr.strip()[-500:]}")
@@ -261,7 +271,8 @@ class Rollout:
         starts = {member.name: member.starts for member in members}
         for member in members:
             self._named[member.name] = name
-            self.fleet.release(member, root, {"ROLLOUT_RELEASE": name})
+            addresses = self._addresses[root][member.zone["ZONE"]]
+            self.fleet.release(member, root, {"ROLLOUT_RELEASE": name, **addresses})
         deadline = time.monotonic() + READY_WITHIN
         for member in members:
             while member.starts == starts[member.name] or not _is_ready(member):
