@@ -30,7 +30,7 @@ def main(
     ] = schema.OLDEST_SCHEMA,
     seed: int = 1,
     rate: Annotated[float, typer.Option(min=0.1, max=1000, help="Accepted operations per second.")] = 10.0,
-    lease: Annotated[float, typer.Option(min=5, max=600, help="Seconds.")] = 20.0,
+    lease: Annotated[float, typer.Option(min=5, max=600, help="Seconds; the default is the library's.")] = 60.0,
     seconds: Annotated[float, typer.Option(min=1, max=600, help="How long each part goes on under load.")] = 8.0,
     late: Annotated[
         bool, typer.Option("--late", help="A control: workers die, and are away for longer than a lease.")

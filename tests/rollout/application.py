@@ -12,7 +12,7 @@ from tests.chaos import application
 
 app = application.app
 # Code whose bodies raise, as a bad release's do.
-BAD = "bad"
+BAD, BROKEN = "bad", "a bad release"
 
 
 def configure(lease: float) -> None:
@@ -21,7 +21,7 @@ def configure(lease: float) -> None:
 
 
 def _broken(*_: Any) -> NoReturn:
-    raise RuntimeError("a bad release")
+    raise RuntimeError(BROKEN)
 
 
 if "ROLLOUT_LEASE" in os.environ:

@@ -57,10 +57,12 @@ def test_a_wait_is_from_what_accepted_an_operation_to_its_first_end() -> None:
         ({"doubled": 1}, 1),
         ({"violations": [Violation("I1", "red/chaos.deposit/7", "twice")]}, 1),
         ({"ended": PROVED - Counter({f"{BACK}, newest tables": 1})}, 2),
+        ({"broken": 0}, 2),
     ],
 )
 def test_a_rollout_is_as_good_as_its_operations_and_proves_what_has_run(more: dict[str, Any], status: int) -> None:
-    assert Result(**({"lease": 20.0, "accepted": 9, "ended": PROVED} | more)).status == status
+    proved: dict[str, Any] = {"lease": 20.0, "accepted": 9, "ended": PROVED, "broken": 1}
+    assert Result(**proved | more).status == status
 
 
 def test_the_last_line_has_the_slowest_operation_and_the_lease() -> None:
