@@ -187,7 +187,7 @@ class RabbitMQTrio:
     def _without_members(self) -> RabbitMQNode | None:
         """A node on which a member of a quorum queue does not run, although the node does; None: there is none."""
         try:
-            queues = json.loads(self._ask("/api/queues?columns=members,online"))
+            queues = json.loads(self._ask("/api/queues?columns=name,members,online"))
         except (OSError, ServiceError, http.client.HTTPException):
             return None
         missing = {name for queue in queues for name in {*queue.get("members", ())} - {*queue.get("online", ())}}

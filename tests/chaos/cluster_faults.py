@@ -135,7 +135,9 @@ def resize_queue(scene: Scene, target: int) -> str:
         node = trio.nodes[target % len(trio.nodes)]
         trio.shrink(scene.queue, node)
         time.sleep(AWAY)
-        trio.grow(scene.queue, node)
+        # the queue may have been wiped meanwhile, and be another one
+        if node.directory.name not in trio.members(scene.queue).all:
+            trio.grow(scene.queue, node)
     return f"without {node.directory.name} for {AWAY:g} s"
 
 
