@@ -67,7 +67,7 @@ ANSWERED_WITHIN = 90.0
 STATUS_SECONDS = 10.0
 # A long run goes on for so long at most until what it counts on has happened, and looks for it so often; what found nothing
 # to hit is tried again after a pause.
-OVERTIME, LOOK, TRY_AGAIN = 180.0, 10.0, 2.0
+OVERTIME, LOOK, TRY_AGAIN = 300.0, 10.0, 2.0
 # After so long, and again, what is still open is said; so many of it.
 SLOW_SECONDS, SHOWN = 30.0, 5
 
@@ -249,6 +249,7 @@ class _Stage:
             seed=options.seed,
             url=self.provider.url,
         )
+        stack.callback(self.requests.give_up)
         self.people = People(application.app, seed=options.seed, url=self.provider.url)
         self.open = 0
 
