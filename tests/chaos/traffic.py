@@ -24,7 +24,10 @@ from sqlalchemy import Engine, text
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session
 
+from idempotency.application import runtime_of
+from idempotency.wire.headers import SIGNATURE_HEADER
 from idempotency.wire.message import Message
+from idempotency.wire.signing import sign
 from tests.chaos import application
 
 TENANTS = ("red", "blue")
@@ -245,13 +248,16 @@ class Traffic:
 
 
 def _send(message: Message) -> None:
+    """As a relay does, signed anew: what is not signed is refused before anything is asked about its copy."""
     exchange, routing_key = message.destination(application.app)
+    secret = runtime_of(application.app).settings.message_secrets[0]
+    signature = sign(message.headers, message.body, secret, at=time.time())
     with application.app.producer_or_acquire() as producer:
         producer.publish(
             message.body,
             exchange=exchange,
             routing_key=routing_key,
-            headers=message.headers,
+            headers={**message.headers, SIGNATURE_HEADER: signature},
             content_type="application/json",
             content_encoding="utf-8",
             delivery_mode=2,
