@@ -50,6 +50,8 @@ console = Console()
 SAMPLES = 100
 # Accepted and not carried out, at most; accepted by one commit.
 IN_FLIGHT, ACCEPTED = 4000, 500
+# Seconds that a run through clusters takes at least: some failovers, and many times what is kept.
+LEAST = 600.0
 # Seconds without a new row.
 STUCK = 180.0
 # The share of the run that is not looked at: caches fill, and the first purge is yet to come.
@@ -77,6 +79,8 @@ class Series:
     """One quantity, over operations in millions."""
 
     unit: str
+    # what it may have more than before without being called rising: a pool keeps a connection that it has needed once
+    spare: float = 0.0
     done: list[float] = field(default_factory=list)
     values: list[float] = field(default_factory=list)
 
@@ -97,7 +101,8 @@ class Series:
     def rises(self) -> bool:
         done, values = self._counted()
         slope, error = self.slope()
-        return slope > ERRORS * error and slope * (done[-1] - done[0]) > SHARE * max(mean(values), 1.0)
+        rise = slope * (done[-1] - done[0])
+        return slope > ERRORS * error and rise > max(SHARE * max(mean(values), 1.0), self.spare)
 
     def _counted(self) -> tuple[list[float], list[float]]:
         first = int(len(self.done) * WARM)
@@ -120,8 +125,8 @@ class Soak:
         }
         self.series = {
             **{f"{name}_mb": Series("MiB") for name in self.processes},
-            **{f"{name}_files": Series("open files") for name in self.processes},
-            "connections": Series("connections"),
+            **{f"{name}_files": Series("open files", spare=2.0) for name in self.processes},
+            "connections": Series("connections", spare=2.0),
             "tables_mb": Series("MiB"),
             "dead_rows": Series("rows"),
             "queued": Series("messages"),
@@ -189,6 +194,9 @@ def main(
     concurrency: Annotated[int, typer.Option(min=1, max=64, help="Pool children of the worker.")] = 4,
     clustered: Annotated[bool, typer.Option("--cluster", help="Against clusters, whose nodes fail over.")] = False,
     pause: Annotated[float, typer.Option(min=1, help="Of a cluster: seconds from one failover to the next.")] = 60.0,
+    least: Annotated[
+        float | None, typer.Option("--seconds", min=0, help="At least so long. Default: 600 for a cluster, else 0.")
+    ] = None,
 ) -> None:
     """Run so many operations, and print the slope of each quantity."""
     with ExitStack() as stack:
@@ -213,7 +221,9 @@ def main(
         try:
             if failovers is not None:
                 failovers.start()
-            _carry_out(soak, engine, operations, _COUNTED if clustered else _ROWS)
+            if least is None:
+                least = LEAST if clustered else 0.0
+            _carry_out(soak, engine, operations, _COUNTED if clustered else _ROWS, least)
             if failovers is not None:
                 failovers.stop()
             wrong = _checked(engine, operations)
@@ -232,17 +242,20 @@ def main(
         raise SystemExit(1)
 
 
-def _carry_out(soak: Soak, engine: Engine, operations: int, rows_so_far: TextClause) -> None:
+def _carry_out(soak: Soak, engine: Engine, operations: int, rows_so_far: TextClause, least: float) -> None:
     from .soaked import is_failed, is_sent_twice, soaked
 
     transactional = engine.execution_options(isolation_level="READ COMMITTED")
     accepted = rows = failed = samples = 0
-    last = time.monotonic()
+    last = began = time.monotonic()
+    # of one commit: not many seconds' worth, if it is to take its time
+    together = min(ACCEPTED, max(round(operations / least), 1)) if least else ACCEPTED
     with Progress(console=console, disable=not console.is_terminal) as progress:
         bar = progress.add_task("operations", total=operations)
         while rows + failed < operations:
-            if accepted < operations and accepted - rows - failed < IN_FLIGHT:
-                numbers = range(accepted, min(accepted + ACCEPTED, operations))
+            due = operations if not least else operations * (time.monotonic() - began) / least
+            if accepted < min(operations, due) and accepted - rows - failed < IN_FLIGHT:
+                numbers = range(accepted, min(accepted + together, operations))
 
                 def accept(numbers: range = numbers) -> None:
                     with Session(transactional) as session, session.begin():
