@@ -14,8 +14,8 @@ from redis.exceptions import RedisError
 from services import ServiceError
 from services.cluster import Cluster
 from services.cluster_rabbitmq import NET_TICK
-from tests.chaos.faults import Missed, Scene
 from tests.chaos.place import ZONES, Clustered, Proxies
+from tests.chaos.scene import Missed, Scene
 
 # How often each kind is drawn, as in `plan.WEIGHTS`. Those of RabbitMQ take longest: a node has to start again.
 WEIGHTS = {

@@ -79,9 +79,9 @@ AT_LEAST = {
 RATE = 0.7
 # The first fault finds work under way, and the last one still has the run around it.
 LEAD_IN, LEAD_OUT = 2.0, 1.0
-# Faults that take the same servers come one after the other, each so many seconds after the one before, the last one so long
-# before the end: a node has to start again before the next one is taken.
-LANE_SECONDS = 20.0
+# Faults that take the same servers come one after the other, one in so many seconds on average, unless that leaves a kind out,
+# and none at the end: a busy machine needs half of it to start a node again, and work has to go on in between.
+LANE_SECONDS = 40.0
 # What a target may be; the fault takes it modulo what there is.
 TARGETS = 1 << 16
 

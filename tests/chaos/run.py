@@ -34,7 +34,7 @@ from tests.chaos.checks.forged import REASONS as FORGED
 from tests.chaos.edge import CRASHES
 from tests.chaos.evidence import EDGE as EDGE_TASK
 from tests.chaos.expected import expected
-from tests.chaos.faults import FAULTS, Missed, Scene
+from tests.chaos.faults import FAULTS
 from tests.chaos.fleet import EDGE, Fleet
 from tests.chaos.ledgers import Change
 from tests.chaos.monitor import unexplained
@@ -47,6 +47,7 @@ from tests.chaos.provider import Provider
 from tests.chaos.report import LONG, Report, unproved
 from tests.chaos.requests import STRUCK as REQUESTS_STRUCK
 from tests.chaos.requests import Requests
+from tests.chaos.scene import Missed, Scene
 from tests.chaos.shop import Shop
 from tests.chaos.traffic import TENANTS, Traffic
 from tests.chaos.verdict import announcements, messages_left, submitted, vanished
