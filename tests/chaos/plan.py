@@ -121,7 +121,7 @@ def plan(
         first = list(dict.fromkeys(own))
         own = first + _without(own, first)[: max(int(seconds / LANE_SECONDS) - len(first), 0)]
         chance.shuffle(own)
-        faults += _spread(own, chance, seconds - min(LANE_SECONDS, seconds / 2), jitter=0.5)
+        faults += _spread(own, chance, seconds - min(LANE_SECONDS / 2, seconds / 4), jitter=0.5)
     return sorted(faults + _spread(kinds, chance, seconds, jitter=1.0))
 
 

@@ -60,7 +60,7 @@ def test_faults_of_the_same_servers_leave_each_other_time(seconds: int) -> None:
             seconds_of_lane = [fault.second for fault in faults if fault.kind in lane]
             assert len(seconds_of_lane) == max(len(lane), seconds // LANE_SECONDS)
             pauses = [later - former for former, later in pairwise(seconds_of_lane)]
-            assert min(pauses) > 0.4 * (seconds - LANE_SECONDS) / len(seconds_of_lane)
+            assert min(pauses) > 0.4 * (seconds - LANE_SECONDS / 2) / len(seconds_of_lane)
             assert max(seconds_of_lane) < seconds - LANE_SECONDS / 2
 
 
