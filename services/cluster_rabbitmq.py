@@ -8,7 +8,7 @@ import json
 import socket
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -158,7 +158,8 @@ class RabbitMQTrio:
         """
         deadline = time.monotonic() + timeout
         last: tuple[RabbitMQNode, float] | None = None
-        while (found := self._lacking()) is not None:
+        started_again: set[RabbitMQNode] = set()
+        while (found := self._lacking(started_again)) is not None:
             now = time.monotonic()
             if now > deadline:
                 raise ServiceError(f"{found[0].directory.name} is not in the cluster after {timeout:g} s")
@@ -166,17 +167,21 @@ class RabbitMQTrio:
                 last, since = found, now
             if now > since + found[1]:
                 found[0].kill()
+                started_again.add(found[0])
                 last = None
             self.launch()
             time.sleep(0.5)
         self.wait_until_ready(max(deadline - time.monotonic(), 1.0))
 
-    def _lacking(self) -> tuple[RabbitMQNode, float] | None:
-        """A node that is not in the cluster, or only in a part of it, and the seconds for which it may be so."""
+    def _lacking(self, started_again: Collection[RabbitMQNode]) -> tuple[RabbitMQNode, float] | None:
+        """A node that is not in the cluster, or only in a part of it, and the seconds for which it may be so.
+
+        A start that did not bring its members of queues back will not the next time.
+        """
         if (outside := self._outside()) is not None:
             return outside, ALONE if outside.running and self._seen_by(outside) else SILENT
         without = self._without_members()
-        return None if without is None else (without, MEMBERLESS)
+        return None if without is None or without in started_again else (without, MEMBERLESS)
 
     def _outside(self) -> RabbitMQNode | None:
         """The node that sees the fewest of all; None: they all see each other."""

@@ -14,6 +14,7 @@ from redis.exceptions import RedisError
 from services import ServiceError
 from services.cluster import Cluster
 from services.cluster_rabbitmq import NET_TICK
+from tests.chaos import faults
 from tests.chaos.place import ZONES, Clustered, Proxies
 from tests.chaos.scene import Missed, Scene
 
@@ -36,7 +37,7 @@ WEIGHTS = {
 }
 # Of the same servers: one at a time. Whether another one begins meanwhile is a matter of time, so the plan leaves some.
 LANES = (
-    ("kill_leader", "kill_majority", "pause_node", "cut_node", "resize_queue"),
+    ("kill_leader", "kill_majority", "pause_node", "cut_node", "resize_queue", "wipe_broker"),
     ("promote_standby", "promote_over_paused", "return_former", "cut_replication", "kill_postgres"),
 )
 # What needs a single server, or a proxy before Redis.
@@ -139,6 +140,15 @@ def resize_queue(scene: Scene, target: int) -> str:
         if node.directory.name not in trio.members(scene.queue).all:
             trio.grow(scene.queue, node)
     return f"without {node.directory.name} for {AWAY:g} s"
+
+
+def wipe_broker(scene: Scene, target: int) -> str:
+    """The same as without a cluster, while its nodes are there.
+
+    A quorum queue that is deleted without one of its members stays in the middle of it (RabbitMQ 3.10), and nobody can use it.
+    """
+    with _alone(_nodes):
+        return faults.wipe_broker(scene, target)
 
 
 def promote_standby(scene: Scene, target: int) -> str:
@@ -282,6 +292,7 @@ FAULTS: dict[str, Callable[[Scene, int], str]] = {
         pause_node,
         cut_node,
         resize_queue,
+        wipe_broker,
         promote_standby,
         promote_over_paused,
         return_former,

@@ -260,13 +260,14 @@ class _Stage:
         """Traffic and faults for as long as the run is to last; returns what took place, and what was missed."""
         inflicted: Counter[str] = Counter()
         missed: Counter[str] = Counter()
+        known = FAULTS | ATTACKS | (cluster_faults.FAULTS if self.options.is_cluster else {})
         over = threading.Event()
         began = time.monotonic()
 
         def inflict(fault: Fault) -> None:
             while not over.is_set():
                 try:
-                    what = (FAULTS | ATTACKS | cluster_faults.FAULTS)[fault.kind](self.scene, fault.target)
+                    what = known[fault.kind](self.scene, fault.target)
                     inflicted[fault.kind] += 1
                 except Missed as error:
                     missed[fault.kind] += 1
