@@ -123,6 +123,8 @@ class RabbitMQTrio:
             Server.share_password(directory / name, password)
         self.mapper = PortMapper(directory / PortMapper.name)
         self.nodes = tuple(RabbitMQNode(directory / name, self.mapper) for name in NAMES)
+        # then a thread that mends it starts nothing any more
+        self._is_discarded = False
 
     def url(self, vhost: str = "/", *, ports: Sequence[int] = ()) -> str:
         """The addresses of all nodes, one after the other; `ports`: where they are reached instead, as by proxies."""
@@ -136,6 +138,8 @@ class RabbitMQTrio:
         return next(node for node in self.nodes if node.directory.name == name)
 
     def launch(self) -> None:
+        if self._is_discarded:
+            raise ServiceError("the cluster has been discarded")
         self.mapper.start()
         for node in self.nodes:
             node.launch()
@@ -247,6 +251,7 @@ class RabbitMQTrio:
         self.mapper.stop()
 
     def discard(self) -> None:
+        self._is_discarded = True
         for node in self.nodes:
             node.discard()
         self.mapper.discard()
