@@ -13,10 +13,11 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from itertools import zip_longest
 from pathlib import Path
 from uuid import uuid4
 
@@ -31,7 +32,7 @@ from tests.chaos import application as chaos
 from tests.chaos import ledgers
 from tests.chaos.application import MANY_ATTEMPTS
 from tests.chaos.checker import Evidence, Violation, check
-from tests.chaos.fleet import BEAT, RELAY, WORKER, Fleet, Member
+from tests.chaos.fleet import BEAT, RELAY, RESTART_PAUSE, WORKER, Fleet, Member
 from tests.chaos.monitor import unexplained
 from tests.chaos.place import ZONES, Clustered, clustered
 from tests.chaos.provider import Provider
@@ -52,7 +53,6 @@ READY_WITHIN, QUIET_WITHIN = 120.0, 240.0
 LOOK = 0.5
 # What says that a process has begun its work.
 READY = {WORKER: " ready.", RELAY: "relay_started", BEAT: " is starting."}
-ENDED_LATE = "late"
 
 _OPEN = """
 SELECT (SELECT count(*) FROM idempotency.records WHERE status IN ('started', 'released'))
@@ -169,7 +169,8 @@ class Rollout:
             "ROLLOUT_LEASE": f"{options.lease:g}",
         }
         self._environment = {**os.environ, **environment}
-        # with the code that is there: the tables that it knows, and the ledgers over them
+        # the last time; and first with the code that is there: the tables that it knows, and the ledgers over them
+        self.migrated = datetime.now(UTC)
         self.migrate(older)
         with self.engine.connect() as connection:
             connection.exec_driver_sql(chaos.TABLES)
@@ -211,8 +212,6 @@ class Rollout:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._look, name="looking", daemon=True)
         stack.callback(self._stop.set)
-        self.migrated: datetime | None = None
-        self._open_work: list[str] = []
 
     def run(self) -> None:
         """The whole rollout, until all that was accepted has ended, or nothing moves any more."""
@@ -222,7 +221,6 @@ class Rollout:
         self.traffic.start()
         self.part("older code alone")
         self.part("the schema, while older code runs", self.migrate, releases.ROOT)
-        self.migrated = datetime.now(UTC)
         self.release(NEW, releases.ROOT, (RELAY, WORKER, BEAT))
         if self.options.is_late:
             self.part("a control: all workers die, and are away for longer than a lease", self.kill_workers)
@@ -238,13 +236,12 @@ class Rollout:
 
     # ------------------------------------------------------------ the parts
 
-    def part(self, what: str, act: object = None, *arguments: object) -> None:
+    def part(self, what: str, act: Callable[..., object] = lambda: None, *arguments: object) -> None:
         """One part of the rollout, which takes its time under load."""
         self.parts.append((what, datetime.now(UTC)))
         tally = self.traffic.tally
         self.console.print(f"{what}: {len(tally.certain)} accepted, {self.open} open", highlight=False, markup=False)
-        if callable(act):
-            act(*arguments)
+        act(*arguments)
         time.sleep(self.options.seconds)
 
     def migrate(self, root: Path) -> None:
@@ -254,15 +251,9 @@ class Rollout:
         done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=READY_WITHIN)
         if done.returncode != 0:
             raise RuntimeError(f"migrate failed: {done.stderr.strip()[-500:]}")
+        self.migrated = datetime.now(UTC)
 
-    def release(
-        self,
-        name: str,
-        root: Path,
-        kinds: Sequence[str],
-        *,
-        zones: Sequence[str] = ZONES,
-    ) -> None:
+    def release(self, name: str, root: Path, kinds: Sequence[str], *, zones: Sequence[str] = ZONES) -> None:
         """Replace these processes, one zone after the other, each kind once those before it work."""
         self.releases += 1
         for kind in kinds:
@@ -290,6 +281,8 @@ class Rollout:
             if (running := member.running) is not None:
                 process.end(running, signal.SIGKILL, timeout=5)
         time.sleep(self.options.lease + 5.0)
+        for member in self.fleet.of(WORKER):
+            member.pause = RESTART_PAUSE
 
     def wait_for_quiet(self) -> None:
         """Return once all has ended twice in a row, or after its time."""
@@ -298,7 +291,6 @@ class Rollout:
         while quiet < 2 and time.monotonic() < deadline:
             quiet = quiet + 1 if not self._ask() and not messages_left(self.servers.broker_url) else 0
             time.sleep(LOOK)
-        self.is_quiet = quiet == 2
 
     # ------------------------------------------------------------ what is seen
 
@@ -375,7 +367,6 @@ class Rollout:
 
     def _ended(self, found: Sequence[Wait]) -> Counter[str]:
         """How many operations were ended by which release on which tables."""
-        assert self.migrated is not None
         ended: Counter[str] = Counter()
         for each in found:
             pid = each.ended_by.removeprefix("pid ")
@@ -395,6 +386,20 @@ def shown(result: Result) -> Mapping[str, str]:
     """Tables of a run for people, by their titles."""
     return {
         "slowest": "; ".join(map(str, result.slowest[:5])),
+        "slowest of what each part accepted": "; ".join(
+            f"{part} {seconds:.1f}" for part, seconds in slowest_of_parts(result.parts, result.slowest).items()
+        ),
         "attempts of the bad release": str(result.broken),
         "ended by": ", ".join(f"{name} {number}" for name, number in sorted(result.ended.items())),
     }
+
+
+def slowest_of_parts(parts: Sequence[tuple[str, datetime]], found: Sequence[Wait]) -> dict[str, float]:
+    """Seconds of the slowest operation that was accepted in each part, in the order of the parts."""
+    slowest: dict[str, float] = {}
+    for (part, began), following in zip_longest(parts, parts[1:]):
+        ended = following[1] if following is not None else None
+        own = [each.seconds for each in found if each.accepted >= began and (ended is None or each.accepted < ended)]
+        if own:
+            slowest[part] = max(own)
+    return slowest

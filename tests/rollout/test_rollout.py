@@ -14,7 +14,7 @@ from tests.chaos.evidence import Id, Violation
 from tests.chaos.ledgers import Change
 from tests.rollout import releases
 from tests.rollout.releases import MIGRATIONS, NoHistory, commit_of, revision_of
-from tests.rollout.run import BACK, NEW, OLD, Result
+from tests.rollout.run import BACK, NEW, OLD, Result, slowest_of_parts
 from tests.rollout.waits import Wait, waits
 
 BEGAN = datetime(2026, 3, 2, tzinfo=UTC)
@@ -71,6 +71,14 @@ def test_the_last_line_has_the_slowest_operation_and_the_lease() -> None:
         "RESULT rollout cluster=1 operations=9 lost=0 doubled=0 delayed=1 slowest_seconds=20.5 lease=20 releases=3 "
         "violations=0 seconds=61"
     )
+
+
+def test_the_slowest_of_each_part_is_of_what_it_has_accepted() -> None:
+    parts = [("older", BEGAN), ("schema", BEGAN + timedelta(seconds=10)), ("newest", BEGAN + timedelta(seconds=20))]
+    found = [
+        Wait(float(seconds), BEGAN + timedelta(seconds=at), ID, "pid 5") for at, seconds in ((0, 3), (9, 30), (20, 2))
+    ]
+    assert slowest_of_parts(parts, found) == {"older": 30.0, "newest": 2.0}
 
 
 # ---------------------------------------------------------------- the older code
