@@ -66,6 +66,9 @@ _TABLES = text("""
 SELECT sum(pg_total_relation_size(c.oid))::float8 FROM pg_class c
 WHERE c.relnamespace = 'idempotency'::regnamespace AND c.relkind = 'r'""")
 _DEAD = text("SELECT sum(n_dead_tup)::float8 FROM pg_stat_user_tables WHERE schemaname = 'idempotency'")
+_SIZES = text("""
+SELECT c.relname, pg_total_relation_size(c.oid) FROM pg_class c
+WHERE c.relnamespace = 'idempotency'::regnamespace AND c.relkind = 'r'""")
 _CONNECTIONS = text("SELECT count(*)::float8 FROM pg_stat_activity WHERE datname = current_database()")
 _ROWS = text("SELECT last_value FROM jobs_id_seq")
 # Where a standby is promoted: its sequences have left some numbers out.
@@ -131,8 +134,18 @@ class Soak:
             "dead_rows": Series("rows"),
             "queued": Series("messages"),
             "redis_keys": Series("keys"),
-            "redis_mb": Series("MiB"),
+            # a primary that gets a replica keeps a backlog of a megabyte for it
+            "redis_mb": Series("MiB", spare=1.5),
         }
+
+    def sizes(self) -> dict[str, int]:
+        """How large each of our tables is, with its indexes, in bytes."""
+
+        def asked() -> dict[str, int]:
+            with self._engine.connect() as connection:
+                return {row.relname: int(row[1]) for row in connection.execute(_SIZES)}
+
+        return _patiently(asked)
 
     def sample(self, done: int) -> None:
         """Note what is held now."""
@@ -247,6 +260,7 @@ def _carry_out(soak: Soak, engine: Engine, operations: int, rows_so_far: TextCla
 
     transactional = engine.execution_options(isolation_level="READ COMMITTED")
     accepted = rows = failed = samples = 0
+    before: dict[str, int] = {}
     last = began = time.monotonic()
     # of one commit: not many seconds' worth, if it is to take its time
     together = min(ACCEPTED, max(round(operations / least), 1)) if least else ACCEPTED
@@ -279,6 +293,11 @@ def _carry_out(soak: Soak, engine: Engine, operations: int, rows_so_far: TextCla
                 samples += 1
                 soak.sample(rows + failed)
                 soak.discard()
+                if samples == int(SAMPLES * WARM):
+                    before = soak.sizes()
+        grown = {name: size - before.get(name, 0) for name, size in soak.sizes().items()}
+        largest = sorted(grown, key=grown.__getitem__, reverse=True)[:3]
+        console.print("grown: " + ", ".join(f"{name} {grown[name] / MB:+.1f} MiB" for name in largest))
 
 
 def _patiently(ask: Callable[[], T]) -> T:
