@@ -21,7 +21,7 @@ comma := ,
 with_services = env="$$($(VENV)/python -m services env)" && eval "$$env" && exec
 
 .DEFAULT_GOAL := help
-.PHONY: check cluster cluster-down help venv pins audit docs kubernetes web-pictures up down status demo api fuzz test long test-lowest test-python versions ecosystem celery-suite edge-suite faults drill chaos chaos-many controls search saga-programs saga-crashes saga-deploy stores lint types sandbox worker relay beat flower doctor metrics bench soak capacity profile clean migrate
+.PHONY: check cluster cluster-down help venv pins audit docs kubernetes web-pictures up down status demo api fuzz test long test-lowest test-python versions ecosystem celery-suite edge-suite faults drill chaos chaos-many controls search saga-programs saga-crashes saga-deploy rollout stores lint types sandbox worker relay beat flower doctor metrics bench soak capacity profile clean migrate
 
 help:
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -144,6 +144,9 @@ saga-crashes: .venv/ready ## kill every consumer and saga of the application at 
 saga-deploy: .venv/ready ## replace the code under waiting sagas, beside it, badly and repaired, and check each one's path; SAGAS=1000
 	@$(VENV)/python -m tests.saga_deploy --sagas $(or $(SAGAS),1000) $(ARGS)
 
+rollout: .venv/ready ## older code under load, the newest schema and code zone by zone, a bad release and the way back; FROM=0015 (a commit, or the last one of a schema)
+	@$(VENV)/python -m tests.rollout $(if $(FROM),--from $(FROM)) $(if $(SECONDS),--seconds $(SECONDS)) $(ARGS)
+
 stores: .venv/ready ## what each store of records promises: run the tests that show it, and print the table
 	@$(VENV)/python -m tests.stores $(ARGS)
 
@@ -211,8 +214,8 @@ bench: .venv/ready ## compare with plain Celery and what else there is; ONLY=uni
 		--no-build-isolation --constraint constraints.txt --editable '.[bench]')
 	@$(VENV)/python -m benchmarks $(if $(ONLY),--only $(ONLY)) $(if $(filter 1,$(QUICK)),--rounds 3 --records 1000000) $(ARGS)
 
-soak: .venv/ready ## a long run under load: slopes of memory, files, connections, tables, queues; OPERATIONS=1000000
-	@$(VENV)/python -m benchmarks.soak --operations $(or $(OPERATIONS),1000000) $(ARGS)
+soak: .venv/ready ## a long run under load: slopes of memory, files, connections, tables, queues; OPERATIONS=1000000; CLUSTER=1: through clusters that fail over
+	@$(VENV)/python -m benchmarks.soak $(if $(CLUSTER),--cluster) --operations $(or $(OPERATIONS),1000000) $(ARGS)
 
 capacity: .venv/ready ## what an operation costs each component, and what very many need: rewrites docs/capacity.md; OPERATIONS=10000 WAITING=10000000
 	@$(VENV)/python -m benchmarks.capacity $(if $(OPERATIONS),--operations $(OPERATIONS)) $(if $(WAITING),--waiting $(WAITING)) $(ARGS)

@@ -5,6 +5,9 @@ is purged a minute later. Every hundredth part of the run is a sample. The slope
 printed with its standard error, in units per million operations. One rises if its slope is beyond three errors, and what
 it would add in that time is more than a twentieth of it: then the exit status is 1, as it is if an operation was lost or
 done twice.
+
+`CLUSTER=1`: through three RabbitMQ nodes, a Postgres with a standby and Redis behind Sentinel, of which one fails over every
+minute or so. Postgres keeps its count of dead rows in no standby: it begins anew with each promotion.
 """
 
 from __future__ import annotations
@@ -14,28 +17,41 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from math import sqrt
 from pathlib import Path
 from statistics import linear_regression, mean
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import psutil
 import redis
 import typer
+from amqp.exceptions import AMQPError
+from kombu.exceptions import OperationalError as BrokerError
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
-from sqlalchemy import Connection, create_engine, text
+from sqlalchemy import Engine, TextClause, create_engine, text
+from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session
 
 import services
 from idempotency.store import dead_letters, discards, schema
+from services import ServiceError, cluster
 
+from .failovers import Failovers
+
+T = TypeVar("T")
+QUEUE = "unique"
 console = Console()
 SAMPLES = 100
 # Accepted and not carried out, at most; accepted by one commit.
 IN_FLIGHT, ACCEPTED = 4000, 500
+# Seconds that a run through clusters takes at least: some failovers, and many times what is kept.
+LEAST = 600.0
 # Seconds without a new row.
 STUCK = 180.0
 # The share of the run that is not looked at: caches fill, and the first purge is yet to come.
@@ -50,8 +66,15 @@ _TABLES = text("""
 SELECT sum(pg_total_relation_size(c.oid))::float8 FROM pg_class c
 WHERE c.relnamespace = 'idempotency'::regnamespace AND c.relkind = 'r'""")
 _DEAD = text("SELECT sum(n_dead_tup)::float8 FROM pg_stat_user_tables WHERE schemaname = 'idempotency'")
+_SIZES = text("""
+SELECT c.relname, pg_total_relation_size(c.oid) FROM pg_class c
+WHERE c.relnamespace = 'idempotency'::regnamespace AND c.relkind = 'r'""")
 _CONNECTIONS = text("SELECT count(*)::float8 FROM pg_stat_activity WHERE datname = current_database()")
 _ROWS = text("SELECT last_value FROM jobs_id_seq")
+# Where a standby is promoted: its sequences have left some numbers out.
+_COUNTED = text("SELECT count(*) FROM jobs")
+# Seconds for which a question waits for a server that is being replaced.
+PATIENCE = 120.0
 
 
 @dataclass
@@ -59,6 +82,8 @@ class Series:
     """One quantity, over operations in millions."""
 
     unit: str
+    # what it may have more than before without being called rising: a pool keeps a connection that it has needed once
+    spare: float = 0.0
     done: list[float] = field(default_factory=list)
     values: list[float] = field(default_factory=list)
 
@@ -79,7 +104,8 @@ class Series:
     def rises(self) -> bool:
         done, values = self._counted()
         slope, error = self.slope()
-        return slope > ERRORS * error and slope * (done[-1] - done[0]) > SHARE * max(mean(values), 1.0)
+        rise = slope * (done[-1] - done[0])
+        return slope > ERRORS * error and rise > max(SHARE * max(mean(values), 1.0), self.spare)
 
     def _counted(self) -> tuple[list[float], list[float]]:
         first = int(len(self.done) * WARM)
@@ -89,13 +115,11 @@ class Series:
 class Soak:
     """The processes of a run, and what is measured of them."""
 
-    def __init__(self, connection: Connection, directory: Path, concurrency: int) -> None:
+    def __init__(self, engine: Engine, directory: Path, concurrency: int, redis_url: Callable[[], str]) -> None:
         from .soaked import app
 
-        self._connection = connection
-        self._redis = redis.Redis.from_url(os.environ["REDIS_URL"])
-        self._broker = app.connection_for_read()
-        command = [sys.executable, "-m", "celery", "-A", "benchmarks.soaked", "worker", "-Q", "unique"]
+        self._engine, self._redis_url, self._app = engine, redis_url, app
+        command = [sys.executable, "-m", "celery", "-A", "benchmarks.soaked", "worker", "-Q", QUEUE]
         command += ["--concurrency", str(concurrency), "--loglevel", "ERROR", "--without-mingle", "--without-gossip"]
         relay = [sys.executable, "-m", "idempotency.cli", "relay", "-A", "benchmarks.soaked"]
         self.processes = {
@@ -104,14 +128,24 @@ class Soak:
         }
         self.series = {
             **{f"{name}_mb": Series("MiB") for name in self.processes},
-            **{f"{name}_files": Series("open files") for name in self.processes},
-            "connections": Series("connections"),
+            **{f"{name}_files": Series("open files", spare=2.0) for name in self.processes},
+            "connections": Series("connections", spare=2.0),
             "tables_mb": Series("MiB"),
             "dead_rows": Series("rows"),
             "queued": Series("messages"),
             "redis_keys": Series("keys"),
-            "redis_mb": Series("MiB"),
+            # a primary that gets a replica keeps a backlog of a megabyte for it
+            "redis_mb": Series("MiB", spare=1.5),
         }
+
+    def sizes(self) -> dict[str, int]:
+        """How large each of our tables is, with its indexes, in bytes."""
+
+        def asked() -> dict[str, int]:
+            with self._engine.connect() as connection:
+                return {row.relname: int(row[1]) for row in connection.execute(_SIZES)}
+
+        return _patiently(asked)
 
     def sample(self, done: int) -> None:
         """Note what is held now."""
@@ -122,21 +156,40 @@ class Soak:
             family = [root, *root.children(recursive=True)]
             self.series[f"{name}_mb"].add(done, sum(each.memory_info().rss for each in family) / MB)
             self.series[f"{name}_files"].add(done, sum(each.num_fds() for each in family))
-        self.series["connections"].add(done, self._asked(_CONNECTIONS))
-        self.series["tables_mb"].add(done, self._asked(_TABLES) / MB)
-        self.series["dead_rows"].add(done, self._asked(_DEAD))
-        declared = self._broker.default_channel.queue_declare("unique", passive=True)
-        self.series["queued"].add(done, declared.message_count)
-        self.series["redis_keys"].add(done, self._redis.dbsize())
-        self.series["redis_mb"].add(done, self._redis.info("memory")["used_memory"] / MB)
+        self.series["connections"].add(done, self.ask(_CONNECTIONS))
+        self.series["tables_mb"].add(done, self.ask(_TABLES) / MB)
+        self.series["dead_rows"].add(done, self.ask(_DEAD))
+        self.series["queued"].add(done, _patiently(self._queued))
+        keys, memory = _patiently(self._held_by_redis)
+        self.series["redis_keys"].add(done, keys)
+        self.series["redis_mb"].add(done, memory / MB)
 
-    def _asked(self, query: object) -> float:
-        return float(self._connection.execute(query).scalar_one() or 0)  # type: ignore[call-overload]
+    def ask(self, query: TextClause) -> float:
+        """One number from the database."""
+
+        def asked() -> float:
+            with self._engine.connect() as connection:
+                return float(connection.execute(query).scalar_one() or 0)
+
+        return _patiently(asked)
+
+    def _queued(self) -> float:
+        with self._app.connection_for_read() as broker:
+            return float(broker.default_channel.queue_declare(QUEUE, passive=True).message_count)
+
+    def _held_by_redis(self) -> tuple[float, float]:
+        with redis.Redis.from_url(self._redis_url()) as client:
+            return float(client.dbsize()), float(client.info("memory")["used_memory"])
 
     def discard(self) -> None:
         """As people do with what has failed; open letters stay for good."""
-        for letter in dead_letters.list_letters(self._connection, limit=10_000):
-            discards.discard(self._connection, letter.id)
+
+        def discarded() -> None:
+            with self._engine.connect() as connection:
+                for letter in dead_letters.list_letters(connection, limit=10_000):
+                    discards.discard(connection, letter.id)
+
+        _patiently(discarded)
 
     def close(self) -> None:
         for process in self.processes.values():
@@ -147,60 +200,90 @@ class Soak:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait(30)
-        self._broker.release()
-        self._redis.close()
 
 
 def main(
     operations: Annotated[int, typer.Option(min=1000, max=100_000_000)] = 1_000_000,
     concurrency: Annotated[int, typer.Option(min=1, max=64, help="Pool children of the worker.")] = 4,
+    clustered: Annotated[bool, typer.Option("--cluster", help="Against clusters, whose nodes fail over.")] = False,
+    pause: Annotated[float, typer.Option(min=1, help="Of a cluster: seconds from one failover to the next.")] = 60.0,
+    least: Annotated[
+        float | None, typer.Option("--seconds", min=0, help="At least so long. Default: 600 for a cluster, else 0.")
+    ] = None,
 ) -> None:
     """Run so many operations, and print the slope of each quantity."""
-    with services.running() as running, tempfile.TemporaryDirectory() as directory:
-        os.environ.update(running.environment())
-        engine = create_engine(running.database_url, isolation_level="AUTOCOMMIT")
+    with ExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        failovers: Failovers | None = None
+        if clustered:
+            servers = stack.enter_context(cluster.running())
+            failovers = Failovers(servers, QUEUE, pause)
+            address = servers.postgres.create_database("soak")
+            os.environ.update(servers.environment() | {"DATABASE_URL": address})
+            redis_url = failovers.redis_url
+        else:
+            running = stack.enter_context(services.running())
+            address, redis_url = running.database_url, lambda: os.environ["REDIS_URL"]
+            os.environ.update(running.environment())
+        engine = create_engine(address, isolation_level="AUTOCOMMIT", pool_pre_ping=True)
+        stack.callback(engine.dispose)
         schema.migrate(engine)
         with engine.connect() as connection:
             connection.execute(text("CREATE TABLE jobs (id bigserial PRIMARY KEY, job text, number bigint)"))
-            soak, began = Soak(connection, Path(directory), concurrency), time.monotonic()
-            try:
-                _carry_out(soak, connection, operations)
-                wrong = _checked(connection, operations)
-            finally:
-                soak.close()
-            seconds = time.monotonic() - began
-        engine.dispose()
+        soak, began = Soak(engine, directory, concurrency, redis_url), time.monotonic()
+        try:
+            if failovers is not None:
+                failovers.start()
+            if least is None:
+                least = LEAST if clustered else 0.0
+            _carry_out(soak, engine, operations, _COUNTED if clustered else _ROWS, least)
+            if failovers is not None:
+                failovers.stop()
+            wrong = _checked(engine, operations)
+        finally:
+            soak.close()
+        seconds = time.monotonic() - began
     rising = _show(soak.series)
     slopes = " ".join(f"{name}={slope:+.4g}±{error:.2g}" for name, slope, error in rising.slopes)
+    of_cluster = "" if failovers is None else f"cluster=1 failovers={sum(failovers.done.values())} "
     print(
-        f"RESULT operations={operations} seconds={seconds:.0f} per_second={operations / seconds:.0f} {wrong} "
+        f"RESULT operations={operations} {of_cluster}seconds={seconds:.0f} per_second={operations / seconds:.0f} {wrong} "
         f"rising={len(rising.names)} {slopes}",
         flush=True,
     )
-    if rising.names or wrong != NOTHING_WRONG:
+    if rising.names or wrong != NOTHING_WRONG or (failovers is not None and failovers.lacking):
         raise SystemExit(1)
 
 
-def _carry_out(soak: Soak, connection: Connection, operations: int) -> None:
+def _carry_out(soak: Soak, engine: Engine, operations: int, rows_so_far: TextClause, least: float) -> None:
     from .soaked import is_failed, is_sent_twice, soaked
 
-    transactional = connection.engine.execution_options(isolation_level="READ COMMITTED")
+    transactional = engine.execution_options(isolation_level="READ COMMITTED")
     accepted = rows = failed = samples = 0
-    last = time.monotonic()
+    before: dict[str, int] = {}
+    last = began = time.monotonic()
+    # of one commit: not many seconds' worth, if it is to take its time
+    together = min(ACCEPTED, max(round(operations / least), 1)) if least else ACCEPTED
     with Progress(console=console, disable=not console.is_terminal) as progress:
         bar = progress.add_task("operations", total=operations)
         while rows + failed < operations:
-            if accepted < operations and accepted - rows - failed < IN_FLIGHT:
-                numbers = range(accepted, min(accepted + ACCEPTED, operations))
-                with Session(transactional) as session, session.begin():
-                    for number in numbers:
-                        soaked.enqueue(session, number)
+            due = operations if not least else operations * (time.monotonic() - began) / least
+            if accepted < min(operations, due) and accepted - rows - failed < IN_FLIGHT:
+                numbers = range(accepted, min(accepted + together, operations))
+
+                def accept(numbers: range = numbers) -> None:
+                    with Session(transactional) as session, session.begin():
+                        for number in numbers:
+                            soaked.enqueue(session, number)
+
+                # a commit whose answer was lost is made again, under the same keys
+                _patiently(accept)
                 for number in filter(is_sent_twice, numbers):
-                    soaked.delay(number)
+                    _patiently(partial(soaked.delay, number))
                 accepted, failed = numbers.stop, failed + sum(map(is_failed, numbers))
             else:
                 time.sleep(0.05)
-            seen = connection.execute(_ROWS).scalar_one()
+            seen = int(soak.ask(rows_so_far))
             last = time.monotonic() if seen > rows else last
             rows = seen
             if time.monotonic() - last > STUCK:
@@ -210,26 +293,44 @@ def _carry_out(soak: Soak, connection: Connection, operations: int) -> None:
                 samples += 1
                 soak.sample(rows + failed)
                 soak.discard()
+                if samples == int(SAMPLES * WARM):
+                    before = soak.sizes()
+        grown = {name: size - before.get(name, 0) for name, size in soak.sizes().items()}
+        largest = sorted(grown, key=grown.__getitem__, reverse=True)[:3]
+        console.print("grown: " + ", ".join(f"{name} {grown[name] / MB:+.1f} MiB" for name in largest))
 
 
-def _checked(connection: Connection, operations: int) -> str:
-    """Look until the last rows are committed: a number of the sequence is taken before."""
+def _patiently(ask: Callable[[], T]) -> T:
+    """The answer of a server, as often as it takes while that is being replaced; its last error after `PATIENCE`."""
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        try:
+            return ask()
+        except (DBAPIError, BrokerError, AMQPError, redis.RedisError, ServiceError, OSError):
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.5)
+
+
+def _checked(engine: Engine, operations: int) -> str:
+    """Look until the last rows are committed."""
     deadline = time.monotonic() + STUCK
-    while (wrong := _wrong(connection, operations)) != NOTHING_WRONG and time.monotonic() < deadline:
+    while (wrong := _patiently(partial(_wrong, engine, operations))) != NOTHING_WRONG and time.monotonic() < deadline:
         time.sleep(2)
     return wrong
 
 
-def _wrong(connection: Connection, operations: int) -> str:
+def _wrong(engine: Engine, operations: int) -> str:
     """Compare the rows with the operations: by number, and not by how many there are."""
     from .soaked import FAILED
 
-    row = connection.execute(
-        text("""SELECT count(*) FILTER (WHERE rows = 0) AS lost, count(*) FILTER (WHERE rows > 1) AS doubled
+    with engine.connect() as connection:
+        row = connection.execute(
+            text("""SELECT count(*) FILTER (WHERE rows = 0) AS lost, count(*) FILTER (WHERE rows > 1) AS doubled
                 FROM (SELECT n, count(j.id) AS rows FROM generate_series(0, :most) n LEFT JOIN jobs j ON j.number = n
                       WHERE n % 100 >= :failed GROUP BY n) found"""),
-        {"most": operations - 1, "failed": FAILED},
-    ).one()
+            {"most": operations - 1, "failed": FAILED},
+        ).one()
     return f"lost={row.lost} doubled={row.doubled}"
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import http.client
 import json
 import socket
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -23,6 +22,9 @@ NAMES = ("rabbitmq-a", "rabbitmq-b", "rabbitmq-c")
 CLUSTER = "services"
 # Seconds without a sign of another node after which it counts as gone; RabbitMQ's default is 60.
 NET_TICK = 8
+# So long a node may see fewer than all before it is started anew, lack members of queues, and answer nothing: a busy machine
+# needs a minute to start one.
+ALONE, MEMBERLESS, SILENT = 6.0, 20.0, 90.0
 
 
 class PortMapper(Server):
@@ -121,6 +123,8 @@ class RabbitMQTrio:
             Server.share_password(directory / name, password)
         self.mapper = PortMapper(directory / PortMapper.name)
         self.nodes = tuple(RabbitMQNode(directory / name, self.mapper) for name in NAMES)
+        # then a thread that mends it starts nothing any more
+        self._is_discarded = False
 
     def url(self, vhost: str = "/", *, ports: Sequence[int] = ()) -> str:
         """The addresses of all nodes, one after the other; `ports`: where they are reached instead, as by proxies."""
@@ -134,6 +138,8 @@ class RabbitMQTrio:
         return next(node for node in self.nodes if node.directory.name == name)
 
     def launch(self) -> None:
+        if self._is_discarded:
+            raise ServiceError("the cluster has been discarded")
         self.mapper.start()
         for node in self.nodes:
             node.launch()
@@ -150,17 +156,51 @@ class RabbitMQTrio:
     def mend(self, timeout: float = READY_SECONDS) -> None:
         """Start what does not run, and start anew a node that does not find back to the others by itself, as a health check would.
 
-        One that stood still for longer than the others have waited does not: they took it for dead.
+        One that stood still for longer than the others have waited does not: they took it for dead. Another one is back
+        without its members of some queues; what such a queue has delivered meanwhile may never reach its consumers, who
+        hold it as far as the queue knows, and get nothing more (RabbitMQ 3.10).
         """
-        for _ in self.nodes:
+        deadline = time.monotonic() + timeout
+        last: tuple[RabbitMQNode, float] | None = None
+        started_again: set[RabbitMQNode] = set()
+        while (found := self._lacking(started_again)) is not None:
+            now = time.monotonic()
+            if now > deadline:
+                raise ServiceError(f"{found[0].directory.name} is not in the cluster after {timeout:g} s")
+            if found != last:
+                last, since = found, now
+            if now > since + found[1]:
+                found[0].kill()
+                started_again.add(found[0])
+                last = None
             self.launch()
-            with contextlib.suppress(ServiceError):
-                self.wait_until_ready(timeout / len(self.nodes))
-                return
-            outside = min(self.nodes, key=self._seen_by)
-            outside.kill()
-        self.launch()
-        self.wait_until_ready(timeout)
+            time.sleep(0.5)
+        self.wait_until_ready(max(deadline - time.monotonic(), 1.0))
+
+    def _lacking(self, started_again: Collection[RabbitMQNode]) -> tuple[RabbitMQNode, float] | None:
+        """A node that is not in the cluster, or only in a part of it, and the seconds for which it may be so.
+
+        A start that did not bring its members of queues back will not the next time.
+        """
+        if (outside := self._outside()) is not None:
+            return outside, ALONE if outside.running and self._seen_by(outside) else SILENT
+        without = self._without_members()
+        return None if without is None or without in started_again else (without, MEMBERLESS)
+
+    def _outside(self) -> RabbitMQNode | None:
+        """The node that sees the fewest of all; None: they all see each other."""
+        seen = {node: self._seen_by(node) for node in self.nodes}
+        fewest = min(self.nodes, key=seen.__getitem__)
+        return fewest if seen[fewest] < len(self.nodes) else None
+
+    def _without_members(self) -> RabbitMQNode | None:
+        """A node on which a member of a quorum queue does not run, although the node does; None: there is none."""
+        try:
+            queues = json.loads(self._ask("/api/queues?columns=name,members,online"))
+        except (OSError, ServiceError, http.client.HTTPException):
+            return None
+        missing = {name for queue in queues for name in {*queue.get("members", ())} - {*queue.get("online", ())}}
+        return next((node for node in self.nodes if node.node_name in missing), None)
 
     def _seen_by(self, node: RabbitMQNode) -> int:
         """How many nodes one believes to be up; 0: it does not answer."""
@@ -186,12 +226,32 @@ class RabbitMQTrio:
         """Take a member from a quorum queue."""
         self._some().control("delete_member", "--vhost", vhost, queue, node.node_name, program="rabbitmq-queues")
 
+    def cut_off(self, node: RabbitMQNode) -> None:
+        """Cut the network between a node and the others, as they see it: their connections end, and new ones are refused.
+
+        By the secret that Erlang's nodes share: on one machine nothing else is between them. `join_again` ends it.
+        """
+        others = [each.node_name for each in self.nodes if each is not node]
+        calls = ", ".join(f"erlang:set_cookie('{name}', cut_off), erlang:disconnect_node('{name}')" for name in others)
+        node.control("eval", f"{calls}.")
+
+    def join_again(self, node: RabbitMQNode) -> None:
+        """Let a node that was cut off find the others."""
+        others = [each.node_name for each in self.nodes if each is not node]
+        calls = ", ".join(f"erlang:set_cookie('{name}', erlang:get_cookie())" for name in others)
+        node.control("eval", f"{calls}.")
+
+    def seen_by_others(self, node: RabbitMQNode) -> int:
+        """How many nodes the others believe to be up, as that one of them that sees the fewest."""
+        return min(self._seen_by(each) for each in self.nodes if each is not node)
+
     def stop(self) -> None:
         for node in reversed(self.nodes):
             node.stop()
         self.mapper.stop()
 
     def discard(self) -> None:
+        self._is_discarded = True
         for node in self.nodes:
             node.discard()
         self.mapper.discard()

@@ -34,7 +34,7 @@ from idempotency.wire.headers import (
     TENANT_HEADER,
 )
 from tests.chaos.evidence import AMOUNT, MARK
-from tests.chaos.faults import Missed, Scene
+from tests.chaos.scene import Missed, Scene
 
 # Messages of one attack.
 EACH = 4

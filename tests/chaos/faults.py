@@ -8,89 +8,41 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import psutil
 import redis
 from kombu import Connection as BrokerConnection
-from kombu import Queue
-from sqlalchemy import Engine, Row
-from sqlalchemy.exc import DBAPIError
 
 from idempotency.queues import dead_letter_queues
 from services import process
 from tests.chaos import application
-from tests.chaos.edge import CRASHES
-from tests.chaos.fleet import BEAT, CALLER, EDGE, RELAY, SHOP_EDGE, SHOP_RELAY, SHOP_WORKER, WORKER, Fleet, Member
-from tests.chaos.place import Place, Proxies
+from tests.chaos.fleet import BEAT, CALLER, EDGE, RELAY, SHOP_EDGE, SHOP_RELAY, SHOP_WORKER, WORKER, Member
+from tests.chaos.place import Proxies
+from tests.chaos.scene import (
+    ATTEMPT_POINTS,
+    EDGE_POINTS,
+    EDGE_REACHED_WITHIN,
+    REACHED_WITHIN,
+    RELAY_POINTS,
+    SHOP_POINTS,
+    Missed,
+    Scene,
+)
 from tests.support import crashing
 
 # Longer than the lease, so that what is stopped is taken over, and short enough that it goes on within the run.
 STOPPED = application.LEASE + 2.0
-# How long a crash point may take to be reached before the fault counts as missed.
-REACHED_WITHIN = 10.0
-# There are two web servers, of which one may be stopped while the other starts.
-EDGE_REACHED_WITHIN = 25.0
 # How long a process stays stopped at most until another process has ended its operation: longer than the lease, the
 # sweep and a backlog of the queue.
 REPLACED_WITHIN = 20.0
 FROZEN = 4.0
 DOWN = 1.0
-# So long the watching connections wait for Postgres.
-PATIENCE = 30.0
 BLACK_HOLE = 3.0
 SLOW, SLOW_SECONDS = 0.05, 3.0
-
-ATTEMPT_POINTS = (
-    "hint.left",
-    "claimed",
-    "body.entered",
-    "body.done",
-    "finish.written",
-    "finish.committed",
-    "released",
-    "step.entered",
-    "step.recorded",
-    "step.committed",
-    "effect.begun",
-    "effect.called",
-    "effect.recorded",
-)
-# Where a fault of one kind waits for one task.
-OWN_POINTS = ("charge.reserving",)
-# A request has no hint in Redis; and one that is answered with a 5xx is released.
-EDGE_POINTS = (
-    "claimed",
-    "body.entered",
-    "body.done",
-    "finish.written",
-    "finish.committed",
-    "released",
-    "effect.begun",
-    "effect.called",
-    "effect.recorded",
-)
-# Of the shop's workers; the last ones are those of sagas and of webhooks to its customer.
-SHOP_POINTS = (
-    "claimed",
-    "step.committed",
-    "effect.called",
-    "finish.written",
-    "finish.committed",
-    "saga.waits",
-    "saga.waiting",
-    "wait.decided",
-    "saga.compensating",
-    "webhook.recorded",
-    "webhook.posted",
-)
-RELAY_POINTS = ("relay.selected", "relay.published", "relay.confirmed", "relay.marked")
 
 # The fourth part of a holder's name is its pid.
 _HELD = """
@@ -105,116 +57,6 @@ _REPLACED = """
 SELECT fence > %(fence)s AND status IN ('completed', 'failed') FROM idempotency.records
 WHERE (tenant, task, key) = (%(tenant)s, %(task)s, %(key)s)
 """
-
-
-class Missed(Exception):
-    """There was nothing to hit, or it did not come in time."""
-
-
-@dataclass
-class Scene:
-    """Everything that a fault can act on."""
-
-    servers: Place
-    fleet: Fleet
-    postgres: Proxies
-    redis: Proxies
-    broker: Proxies
-    # the broker's own address, past the proxy
-    broker_url: str
-    # the database, past the proxy
-    engine: Engine
-    crash_directory: Path
-    # where the shop's own crash points are planned, and the queues that it works on
-    shop_crashes: Path
-    shop_queues: Sequence[Queue]
-    # for attacks: the shop's database, past the proxy; where it takes webhooks; the payment provider; the queue of the work
-    shop_engine: Engine
-    webhooks_url: str
-    provider_url: str
-    queue: str
-    # signed messages that were overheard, the oldest first, and what was believed that should not have been
-    overheard: list[Any] = field(default_factory=list)
-    believed: list[str] = field(default_factory=list)
-    # one restart of Postgres at a time
-    restarting: threading.Lock = field(default_factory=threading.Lock)
-    # one web server stopped at a time: the other has to take over
-    stopping_edge: threading.Lock = field(default_factory=threading.Lock)
-    _armed: set[Path] = field(default_factory=set)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-
-    @property
-    def edge_crashes(self) -> Path:
-        """Where the web servers' own crash points are planned."""
-        return self.crash_directory / CRASHES
-
-    def heal(self) -> None:
-        """Undo whatever may still be in force."""
-        for proxy in (self.postgres, self.redis, self.broker):
-            proxy.heal()
-        self.fleet.finish_deploy()
-        self.servers.rabbitmq.resume()
-        with self.restarting:
-            self.servers.postgres.start()  # nothing happens when it runs
-        for point in (*ATTEMPT_POINTS, *OWN_POINTS, *RELAY_POINTS):
-            (self.crash_directory / point).unlink(missing_ok=True)
-        for point in EDGE_POINTS:
-            (self.edge_crashes / point).unlink(missing_ok=True)
-        for point in SHOP_POINTS:
-            (self.shop_crashes / point).unlink(missing_ok=True)
-        for member in self.fleet.members:
-            if (running := member.running) is not None:
-                process.signal_all(process.family(running), signal.SIGCONT)
-
-    def ask(
-        self, query: str, parameters: Mapping[str, Any] | None = None, engine: Engine | None = None
-    ) -> Sequence[Row[Any]]:
-        """Read from the database, or another one, past the proxy, as often as it takes while Postgres is away."""
-        deadline = time.monotonic() + PATIENCE
-        while True:
-            try:
-                with (engine or self.engine).connect() as connection:
-                    return connection.exec_driver_sql(query, dict(parameters or {})).all()
-            except DBAPIError:
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(0.2)
-
-    def arm(self, points: Sequence[str], target: int, action: str, directory: Path | None = None) -> Path:
-        """Plan an action at one of these points that has none yet; returns the plan, whose name is the point's."""
-        directory = directory or self.crash_directory
-        with self._lock:
-            free = [plan for point in points if (plan := directory / point) not in self._armed]
-            if not free:
-                raise Missed("every point has a plan already")
-            plan = free[target % len(free)]
-            self._armed.add(plan)
-        crashing.plan(directory, plan.name, action)
-        return plan
-
-    def wait_for(self, plan: Path, sign: str) -> str:
-        """Wait until a point is reached and return the sign's text; Missed when it is not reached in time."""
-        path = plan.with_name(f"{plan.name}.{sign}")
-        within = EDGE_REACHED_WITHIN if plan.parent == self.edge_crashes else REACHED_WITHIN
-        try:
-            deadline = time.monotonic() + within
-            while not path.exists():
-                if time.monotonic() > deadline and self._disarm(plan):
-                    raise Missed(f"{plan.name} was not reached within {within:g} s")
-                time.sleep(0.02)
-            text = path.read_text()
-            path.unlink()
-            return text
-        finally:
-            with self._lock:
-                self._armed.discard(plan)
-
-    def _disarm(self, plan: Path) -> bool:
-        try:
-            plan.unlink()
-        except FileNotFoundError:
-            return False  # reached just now
-        return True
 
 
 Inflict = Callable[[Scene, int], str]
@@ -284,17 +126,17 @@ def deploy_relay(scene: Scene, target: int) -> str:
 
 def kill_child_at_point(scene: Scene, target: int) -> str:
     """F1 at a named moment of an attempt."""
-    return _kill_at(scene, scene.arm(ATTEMPT_POINTS, target, crashing.KILL_CHILD))
+    return _kill_at(scene, ATTEMPT_POINTS, target, crashing.KILL_CHILD)
 
 
 def kill_worker_at_point(scene: Scene, target: int) -> str:
     """F2 at a named moment of an attempt."""
-    return _kill_at(scene, scene.arm(ATTEMPT_POINTS, target, crashing.KILL_WORKER))
+    return _kill_at(scene, ATTEMPT_POINTS, target, crashing.KILL_WORKER)
 
 
 def kill_relay_at_point(scene: Scene, target: int) -> str:
     """F2 of a relay between select, publish, confirm and mark."""
-    return _kill_at(scene, scene.arm(RELAY_POINTS, target, crashing.KILL_CHILD))
+    return _kill_at(scene, RELAY_POINTS, target, crashing.KILL_CHILD)
 
 
 def stop_child_at_point(scene: Scene, target: int) -> str:
@@ -341,7 +183,7 @@ def terminate_edge(scene: Scene, target: int) -> str:
 
 def kill_edge_at_point(scene: Scene, target: int) -> str:
     """F22 at a named moment of a request."""
-    return _kill_at(scene, scene.arm(EDGE_POINTS, target, crashing.KILL_CHILD, scene.edge_crashes))
+    return _kill_at(scene, EDGE_POINTS, target, crashing.KILL_CHILD, scene.edge_crashes)
 
 
 def stop_edge_before_finish(scene: Scene, target: int) -> str:
@@ -371,7 +213,7 @@ def kill_shop_edge(scene: Scene, target: int) -> str:
 
 def kill_shop_at_point(scene: Scene, target: int) -> str:
     """F1 at a named moment of an attempt of the worked application, its sagas included."""
-    return _kill_at(scene, scene.arm(SHOP_POINTS, target, crashing.KILL_CHILD, scene.shop_crashes))
+    return _kill_at(scene, SHOP_POINTS, target, crashing.KILL_CHILD, scene.shop_crashes)
 
 
 # ---------------------------------------------------------------- servers
@@ -516,8 +358,8 @@ def _kill(scene: Scene, kind: str, target: int) -> str:
     return f"{member.name}: {running.pid}"
 
 
-def _kill_at(scene: Scene, plan: Path) -> str:
-    scene.wait_for(plan, "reached")
+def _kill_at(scene: Scene, points: Sequence[str], target: int, action: str, directory: Path | None = None) -> str:
+    plan, _ = scene.reach(points, target, action, "reached", directory)
     return plan.name
 
 
@@ -572,8 +414,8 @@ def _stop_until(scene: Scene, plan: Path, query: str, what: str) -> str:
 
 
 def _stop_at(scene: Scene, points: Sequence[str], target: int) -> str:
-    plan = scene.arm(points, target, crashing.STOP)
-    pid = int(scene.wait_for(plan, "stopped"))
+    plan, text = scene.reach(points, target, crashing.STOP, "stopped")
+    pid = int(text)
     time.sleep(STOPPED)
     return f"{plan.name}: {pid} for {STOPPED:g} s" if _continue(pid) else f"{plan.name}: {pid}, killed meanwhile"
 

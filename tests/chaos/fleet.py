@@ -50,6 +50,10 @@ class Member:
     application: str = NEW
     # what its environment has in addition to that of all
     zone: Mapping[str, str] = field(default_factory=dict)
+    # below which its code is
+    root: Path = ROOT
+    # how long it is away once it has ended
+    pause: float = RESTART_PAUSE
     # where it listens; None: nowhere
     port: int | None = None
     pid: int = 0
@@ -111,10 +115,12 @@ class Fleet:
         shop: Mapping[str, str] | None = None,
         shop_port: int | None = None,
         zones: Sequence[Mapping[str, str]] = ({},),
+        deployed: bool = True,
     ) -> None:
+        # `deployed`: the first of some kinds begin with older code of the application
         # which addresses the members have, in turns; the shop is in the first zone
         self._zones = zones
-        self._environment = {**os.environ, **environment, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+        self._environment = {**os.environ, **environment, "PYTHONUNBUFFERED": "1"}
         # of the worked application, which has its own database; None: it takes no part
         self._of_shop = self._environment | dict(shop or {})
         self._lock = threading.Lock()
@@ -147,7 +153,7 @@ class Fleet:
         self._ports = [reserved_port() for _ in range(edges)]
         for reserved in self._ports:
             self._add(directory, EDGE).port = reserved.getsockname()[1]
-        for kind in DEPLOYED:
+        for kind in DEPLOYED if deployed else ():
             self.of(kind)[0].application = OLD
 
     def start(self) -> None:
@@ -188,6 +194,12 @@ class Fleet:
         member.application = NEW if member.application == OLD else OLD
         self.terminate(member, running)
 
+    def release(self, member: Member, root: Path, zone: Mapping[str, str]) -> None:
+        """A warm shutdown; what is started instead has the code below this directory, and these variables too."""
+        member.root, member.zone = root, {**member.zone, **zone}
+        if (running := member.running) is not None:
+            self.terminate(member, running)
+
     def finish_deploy(self) -> None:
         """Deploy the new code everywhere."""
         for member in self.members:
@@ -224,13 +236,14 @@ class Fleet:
         # before it is there: from then on a fault may tell it to stop
         member.due = member.overdue = None
         member.log_start = member.log.stat().st_size if member.log.exists() else 0
+        environment = self._of_shop if member.application == SHOP else self._environment | dict(member.zone)
         # its own directory: a beat's schedule file is its own
         member.pid = process.launch(
             member.command,
             record=member.record,
             log=member.log,
             directory=member.directory,
-            environment=self._of_shop if member.application == SHOP else self._environment | dict(member.zone),
+            environment={**environment, "PYTHONPATH": str(member.root)},
         )
         member.starts += 1
         if member.kind == CALLER:
@@ -252,7 +265,7 @@ class Fleet:
                         self.ended_by_themselves.append(Ended(member.name, member.kind, status, tuple(tail)))
                     member.ends.append(status)
                     _kill_orphans(member.pid)
-                    member.due = now + RESTART_PAUSE
+                    member.due = now + member.pause
                 elif member.overdue is not None and now > member.overdue and (running := member.running) is not None:
                     process.end(running, signal.SIGKILL, timeout=5)
 

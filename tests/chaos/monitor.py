@@ -53,6 +53,13 @@ KNOWN: Sequence[Known] = (
         "Celery: a child of the pool had just ended when its worker registered the pool with its event loop again; "
         "nothing was acknowledged for it, and the broker hands out again what the worker held",
     ),
+    Known(
+        "worker",
+        r"celery/concurrency/asynpool\.py\", line \d+, in get_process_queues",
+        # `on_close` mends the pool after a lost connection, before the pipes of the child that was killed are free again
+        "Celery: a child of the pool was killed just before its worker lost the broker, and the pool found no pipes for "
+        "another one; nothing was acknowledged for it, and the broker hands out again what the worker held",
+    ),
 )
 
 

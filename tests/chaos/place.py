@@ -187,7 +187,7 @@ def alone() -> Iterator[Place]:
 
 
 @contextmanager
-def clustered(*, is_synchronous: bool) -> Iterator[Place]:
+def clustered(*, is_synchronous: bool) -> Iterator[Clustered]:
     """`is_synchronous`: without it, a promotion may lose what was answered, which the checker has to find."""
     with ExitStack() as stack:
         between: list[Proxy] = []

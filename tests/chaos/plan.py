@@ -7,7 +7,8 @@ keep no seed, so two runs of one plan are two different histories.
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 # How often each kind is drawn, relative to the others. Every kind is in every plan, whatever its weight.
@@ -78,6 +79,9 @@ AT_LEAST = {
 RATE = 0.7
 # The first fault finds work under way, and the last one still has the run around it.
 LEAD_IN, LEAD_OUT = 2.0, 1.0
+# Faults that take the same servers come one after the other, one in so many seconds on average, unless that leaves a kind out,
+# and none at the end: a busy machine needs half of it to start a node again, and work has to go on in between.
+LANE_SECONDS = 40.0
 # What a target may be; the fault takes it modulo what there is.
 TARGETS = 1 << 16
 
@@ -91,10 +95,17 @@ class Fault:
     target: int
 
 
-def plan(seed: int, seconds: float, only: Sequence[str] = (), weights: Mapping[str, int] = WEIGHTS) -> list[Fault]:
+def plan(
+    seed: int,
+    seconds: float,
+    only: Sequence[str] = (),
+    weights: Mapping[str, int] = WEIGHTS,
+    lanes: Sequence[Collection[str]] = (),
+) -> list[Fault]:
     """All faults of a run in their order; the same for the same seed and length.
 
-    `only` leaves some kinds, to look into what they do; such a run proves nothing. `weights`: of another place than three servers.
+    `only` leaves some kinds, to look into what they do; such a run proves nothing. `weights`: of another place than three
+    servers. `lanes`: the kinds that take the same servers, of which no more are drawn than there is time for.
     """
     chance = random.Random(f"plan {seed} {seconds:g}")
     weights = {kind: weight for kind, weight in weights.items() if not only or kind in only}
@@ -102,9 +113,28 @@ def plan(seed: int, seconds: float, only: Sequence[str] = (), weights: Mapping[s
     more = max(round(seconds * RATE) - len(kinds), 0)
     kinds += chance.choices(list(weights), weights=list(weights.values()), k=more)
     chance.shuffle(kinds)
-    # One in each slot of the time, anywhere in it: spread, and never in step with anything that is periodic.
-    slot = max(seconds - LEAD_IN - LEAD_OUT, 0.0) / len(kinds)
+    faults: list[Fault] = []
+    for lane in lanes:
+        own = [kind for kind in kinds if kind in lane]
+        kinds = [kind for kind in kinds if kind not in lane]
+        # each kind once, and then what there is time for
+        first = list(dict.fromkeys(own))
+        own = first + _without(own, first)[: max(int(seconds / LANE_SECONDS) - len(first), 0)]
+        chance.shuffle(own)
+        faults += _spread(own, chance, seconds - min(LANE_SECONDS / 2, seconds / 4), jitter=0.5)
+    return sorted(faults + _spread(kinds, chance, seconds, jitter=1.0))
+
+
+def _without(kinds: Sequence[str], taken: Sequence[str]) -> list[str]:
+    """What is left when each of `taken` is taken out once."""
+    left = Counter(kinds) - Counter(taken)
+    return [kind for kind, number in left.items() for _ in range(number)]
+
+
+def _spread(kinds: Sequence[str], chance: random.Random, seconds: float, *, jitter: float) -> list[Fault]:
+    """One in each slot of the time, somewhere in its first part: spread, and never in step with anything that is periodic."""
+    slot = max(seconds - LEAD_IN - LEAD_OUT, 0.0) / max(len(kinds), 1)
     return [
-        Fault(round(LEAD_IN + (number + chance.random()) * slot, 3), kind, chance.randrange(TARGETS))
+        Fault(round(LEAD_IN + (number + jitter * chance.random()) * slot, 3), kind, chance.randrange(TARGETS))
         for number, kind in enumerate(kinds)
     ]

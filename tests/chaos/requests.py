@@ -99,6 +99,11 @@ class Requests:
         """Begin nothing more; what was begun is repeated until it has its answer."""
         self._stop.set()
 
+    def give_up(self) -> None:
+        """Ask nothing more, as when a run is interrupted: the pool's threads would keep this process from ending."""
+        self._stop.set()
+        self._over.set()
+
     def finish(self, within: float) -> None:
         """Wait for the answers, at most so many seconds; what has none then is a violation."""
         self._stop.set()

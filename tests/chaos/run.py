@@ -11,16 +11,16 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 from kombu import Connection as BrokerConnection
 from rich.console import Console
 from sqlalchemy import create_engine
+from sqlalchemy.exc import DBAPIError
 
 from idempotency.application import close_runtime
 from idempotency.observe import metrics
@@ -29,13 +29,14 @@ from tests.chaos import application, cluster_faults, ledgers
 from tests.chaos.application import MANY_ATTEMPTS
 from tests.chaos.attacks import ATTACKS
 from tests.chaos.books import UNFINISHED, UNKNOWN, process_of
-from tests.chaos.checker import Evidence, Findings, Id, Violation, check
+from tests.chaos.checker import Counts, Evidence, Findings, Id, Violation, check
 from tests.chaos.checks.forged import REASONS as FORGED
 from tests.chaos.edge import CRASHES
 from tests.chaos.evidence import EDGE as EDGE_TASK
 from tests.chaos.expected import expected
-from tests.chaos.faults import FAULTS, Missed, Scene
+from tests.chaos.faults import FAULTS
 from tests.chaos.fleet import EDGE, Fleet
+from tests.chaos.ledgers import Change
 from tests.chaos.monitor import unexplained
 from tests.chaos.people import WEIGHTS as COMMANDS
 from tests.chaos.people import People
@@ -43,11 +44,13 @@ from tests.chaos.place import Place, alone, clustered
 from tests.chaos.plan import WEIGHTS, Fault, plan
 from tests.chaos.provider import FAULTS as PROVIDER_FAULTS
 from tests.chaos.provider import Provider
-from tests.chaos.report import Report, unproved
+from tests.chaos.report import LONG, Report, unproved
 from tests.chaos.requests import STRUCK as REQUESTS_STRUCK
 from tests.chaos.requests import Requests
+from tests.chaos.scene import Missed, Scene
 from tests.chaos.shop import Shop
 from tests.chaos.traffic import TENANTS, Traffic
+from tests.chaos.verdict import announcements, messages_left, submitted, vanished
 
 # Accepted and not ended: enough to keep every worker busy, few enough that the quiet afterwards is short.
 WINDOW = 250
@@ -56,11 +59,16 @@ SPARE_ATTEMPTS = 4
 READY_WITHIN = 90.0
 # A killed relay's rows are another one's after 30 s, and an unroutable one's pause grows to a minute.
 QUIET_WITHIN = 120.0
+# Of our metrics.
+FENCED = "idempotency_fenced_writes_total"
 # So long after the last operation that ended; a busy machine may need more for all of them, though not for ever.
 QUIET_AT_MOST = 600.0
 # After everything was healed: a lease, a server that starts, and the clients' own time limits.
 ANSWERED_WITHIN = 90.0
 STATUS_SECONDS = 10.0
+# A long run goes on for so long at most until what it counts on has happened, and looks for it so often; what found nothing
+# to hit is tried again after a pause.
+OVERTIME, LOOK, TRY_AGAIN = 300.0, 10.0, 2.0
 # After so long, and again, what is still open is said; so many of it.
 SLOW_SECONDS, SHOWN = 30.0, 5
 
@@ -96,6 +104,16 @@ class Options:
             cluster_faults.WEIGHTS
         )
 
+    @property
+    def lanes(self) -> Sequence[Collection[str]]:
+        """The kinds that take the same servers."""
+        return cluster_faults.LANES if self.is_cluster else ()
+
+    @property
+    def overtime(self) -> float:
+        """How long it goes on at most if not all has happened; a short run may do without some, and one of some kinds proves nothing."""
+        return OVERTIME if self.seconds >= LONG and not self.only else 0.0
+
 
 def run(options: Options, console: Console) -> Report:
     """Start everything, let things go wrong for so many seconds, wait for quiet, check. Raises `NotHere`."""
@@ -113,12 +131,14 @@ def run(options: Options, console: Console) -> Report:
             stage.fleet.start()
             stage.fleet.wait_until_ready(READY_WITHIN)
             phases["start"] = time.monotonic() - began
-            faults = plan(options.seed, options.seconds, options.only, options.kinds)
+            faults = plan(options.seed, options.seconds, options.only, options.kinds, options.lanes)
             weights = ", ".join(f"{kind} {weight}" for kind, weight in options.kinds.items())
             console.print(
                 f"seed {options.seed}, {options.seconds:g} s, {len(faults)} faults planned; weights: {weights}"
             )
+            began = time.monotonic()
             inflicted, missed = stage.storm(faults, console)
+            phases["storm"] = time.monotonic() - began
             began = time.monotonic()
             stage.requests.finish(ANSWERED_WITHIN)
             phases["until answered"] = time.monotonic() - began
@@ -130,10 +150,10 @@ def run(options: Options, console: Console) -> Report:
             phases["check"] = time.monotonic() - began
             report = stage.report(findings, inflicted, missed, phases)
         except Exception:
-            console.print(f"logs: {_keep(servers.directory)}", highlight=False)
+            console.print(f"logs: {keep_logs(servers.directory)}", highlight=False)
             raise
         if report.status or report.ended_by_themselves:
-            report.logs = _keep(servers.directory)
+            report.logs = keep_logs(servers.directory)
         return report
 
 
@@ -230,6 +250,7 @@ class _Stage:
             seed=options.seed,
             url=self.provider.url,
         )
+        stack.callback(self.requests.give_up)
         self.people = People(application.app, seed=options.seed, url=self.provider.url)
         self.open = 0
 
@@ -239,19 +260,26 @@ class _Stage:
         """Traffic and faults for as long as the run is to last; returns what took place, and what was missed."""
         inflicted: Counter[str] = Counter()
         missed: Counter[str] = Counter()
+        known = FAULTS | ATTACKS | (cluster_faults.FAULTS if self.options.is_cluster else {})
+        over = threading.Event()
         began = time.monotonic()
 
         def inflict(fault: Fault) -> None:
-            try:
-                what = (FAULTS | ATTACKS | cluster_faults.FAULTS)[fault.kind](self.scene, fault.target)
-                inflicted[fault.kind] += 1
-            except Missed as error:
-                missed[fault.kind] += 1
-                what = f"missed: {error}"
-            except Exception as error:
-                missed[fault.kind] += 1
-                what = f"not done: {type(error).__name__}: {error}"
-            console.print(f"  {fault.second:6.1f} s  {fault.kind}: {what}", highlight=False, markup=False)
+            while not over.is_set():
+                try:
+                    what = known[fault.kind](self.scene, fault.target)
+                    inflicted[fault.kind] += 1
+                except Missed as error:
+                    missed[fault.kind] += 1
+                    what = f"missed: {error}"
+                except Exception as error:
+                    missed[fault.kind] += 1
+                    what = f"not done: {type(error).__name__}: {error}"
+                console.print(f"  {fault.second:6.1f} s  {fault.kind}: {what}", highlight=False, markup=False)
+                # what has never hit is tried again, by each that was planned, until one of them has
+                if inflicted[fault.kind]:
+                    return
+                over.wait(TRY_AGAIN)
 
         self.traffic.start()
         self.requests.start()
@@ -262,13 +290,20 @@ class _Stage:
         for thread in threads:
             thread.daemon = True
             thread.start()
-        next_status = STATUS_SECONDS
-        while (now := time.monotonic() - began) < self.options.seconds:
+        next_status, end = STATUS_SECONDS, self.options.seconds
+        most = end + self.options.overtime
+        while True:
+            if (now := time.monotonic() - began) >= end:
+                if end >= most or not (lacking := self._lacking(inflicted)):
+                    break
+                console.print(f"  {now:6.1f} s  goes on: {'; '.join(lacking)}", highlight=False, markup=False)
+                end = min(now + LOOK, most)
             self._look()
             if now >= next_status:
                 next_status += STATUS_SECONDS
                 console.print(f"  {now:6.1f} s  {self._status()}", highlight=False)
             time.sleep(0.05)
+        over.set()
         self.requests.stop()
         self.traffic.stop()
         self.people.stop()
@@ -301,6 +336,17 @@ class _Stage:
             f"{number} messages in {name}" for name, number in self._waiting().items()
         ]
 
+    def _lacking(self, inflicted: Mapping[str, int]) -> list[str]:
+        """What the run counts on and has not seen yet, by the ledgers as they are now."""
+        counters = metrics.totals(self.metrics)
+        try:
+            struck = self._struck(ledgers.read(self.engine), counters) | self.shop.struck()
+        except DBAPIError:
+            return ["Postgres is away"]
+        # what the checker alone can count is not looked for now
+        counts = Counts(accepted=1, completed=1, takeovers=1, fenced=counters.get(FENCED, 0))
+        return unproved(self.options.seconds, inflicted, counts, struck, self.options.kinds)
+
     def _look(self) -> None:
         self.open = self.scene.ask(_OPEN)[0][0]
 
@@ -316,30 +362,13 @@ class _Stage:
         return [row[0] for row in self.scene.ask(_OPEN_WORK)]
 
     def _waiting(self) -> dict[str, int]:
-        """Messages ready in the queues of the work; the broker may still be coming back."""
-        names = [application.app.conf.task_default_queue, f"{application.app.conf.task_default_queue}-dead"]
-        found = {}
-        try:
-            with BrokerConnection(self.servers.broker_url, connect_timeout=5) as connection:
-                for name in names:
-                    with connection.channel() as channel:
-                        try:
-                            number = channel.queue_declare(name, passive=True).message_count
-                        except connection.channel_errors:
-                            continue
-                    if number:
-                        found[name] = int(number)
-        except OSError as error:
-            return {f"unknown: {type(error).__name__}": 1}
-        return found
+        return messages_left(self.servers.broker_url)
 
     # ------------------------------------------------------------ the verdict
 
     def check(self, open_work: Sequence[str]) -> Findings:
         """Read the ledgers; nothing is running any more. `open_work` is what did not come to an end in its time."""
-        with self.engine.connect() as connection:
-            rows = connection.exec_driver_sql("SELECT DISTINCT tenant, task, key, account, amount FROM submitted").all()
-        accepted = [expected(*row) for row in rows]
+        accepted = submitted(self.engine)
         # a refused request has left no row that accepts it, and one that was never answered may have no record
         asked = [
             replace(expected(*id, request.account, request.amount), once_claimed=id not in self.requests.answers)
@@ -359,42 +388,23 @@ class _Stage:
                 drained=True,
                 max_attempts=MANY_ATTEMPTS,
                 spare_attempts=SPARE_ATTEMPTS,
-                fenced=metrics.totals(self.metrics).get("idempotency_fenced_writes_total", 0),
+                fenced=metrics.totals(self.metrics).get(FENCED, 0),
             )
         )
         # without what clients have asked for: these rows are what was committed
         known = {each.id for each in accepted}
-        vanished = [
-            Violation("I15", "/".join(id), "its COMMIT was answered, and its row is not there")
-            for id in [*self.traffic.tally.certain, *self.requests.certain]
-            if id not in known
-        ]
+        gone = vanished([*self.traffic.tally.certain, *self.requests.certain], known)
         kept = [
             Violation("I3", "/".join(id), "not answered as carried out, and the row that accepts it is there")
             for id in known & (self.requests.answers.keys() - set(self.requests.certain))
         ]
         of_shop, self.shop_struck = self.shop.check()
         believed = [Violation("forged", "a message", what) for what in self.scene.believed]
-        more = (*believed, *vanished, *kept, *self._announcements(rows), *self.requests.violations, *of_shop)
+        more = (*believed, *gone, *kept, *announcements(self.engine, accepted), *self.requests.violations, *of_shop)
         # accepted, by what its submitter was told, and in no ledger that is left
-        counts, gone = findings.counts, len(vanished)
-        counts = replace(counts, accepted=counts.accepted + gone, lost=counts.lost + gone)
+        counts = findings.counts
+        counts = replace(counts, accepted=counts.accepted + len(gone), lost=counts.lost + len(gone))
         return Findings((*findings.violations, *more), counts, findings.changes)
-
-    def _announcements(self, rows: Sequence[Any]) -> list[Violation]:
-        """I3: an announcement and its event are one commit: exactly one event for each that completed."""
-        with self.engine.connect() as connection:
-            completed = set(connection.exec_driver_sql(_ANNOUNCED).scalars())
-        told = Counter(
-            row.account.removesuffix(f"/{application.LEDGER}")
-            for row in rows
-            if row.task == application.LEDGER and "-announce-" in row.account
-        )
-        return [
-            Violation("I3", account, f"announced {told[account]} times, completed: {account in completed}")
-            for account in completed | told.keys()
-            if told[account] != (account in completed)
-        ]
 
     def report(
         self,
@@ -404,7 +414,7 @@ class _Stage:
         phases: dict[str, float],
     ) -> Report:
         counters = metrics.totals(self.metrics)
-        struck = self._struck(findings, counters) | self.shop_struck
+        struck = self._struck(findings.changes, counters) | self.shop_struck
         problems = unproved(self.options.seconds, inflicted, findings.counts, struck, self.options.kinds)
         tally = self.traffic.tally
         if tally.copies < len(tally.certain):
@@ -434,11 +444,11 @@ class _Stage:
             report.histories.setdefault(violation.key, findings.history(violation))
         return report
 
-    def _struck(self, findings: Findings, counters: Mapping[str, int]) -> dict[str, int]:
+    def _struck(self, changes: Sequence[Change], counters: Mapping[str, int]) -> dict[str, int]:
         """What has to have happened besides the faults of the plan, each with how often it did."""
         codes: Counter[str] = Counter()
         eager = broken = undone = refunded = taken_over = refused = forged = 0
-        for change in findings.changes:
+        for change in changes:
             old, new = change.old or {}, change.new or {}
             if change.book == "records" and new.get("status") == "failed" and old.get("status") != "failed":
                 codes[json.loads(new["error"])["code"]] += 1
@@ -486,13 +496,9 @@ UNION ALL
 SELECT 'outbox row ' || id || ' of ' || task || ' ' || key || ': ' || status || coalesce(' ' || last_error, '')
 FROM idempotency.outbox WHERE settled_at IS NULL
 """
-_ANNOUNCED = """
-SELECT tenant || '-announce-' || key FROM idempotency.records
-WHERE task = 'chaos.announce' AND status = 'completed'
-"""
 
 
-def _keep(directory: Path) -> Path:
+def keep_logs(directory: Path) -> Path:
     """Copy the logs of all processes and servers to where they outlive the private directory."""
     kept = Path(tempfile.mkdtemp(prefix="chaos-"))
     for log in [*directory.glob("*/log"), *directory.glob("processes/*/log")]:

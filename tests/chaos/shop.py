@@ -221,15 +221,20 @@ class Shop:
         did = ", ".join(f"{number} {what}" for what, number in self._people.done.items())
         return f"shop: {len(self._buyers.placed)} orders, {did or 'no return'}"
 
+    def struck(self) -> dict[str, int]:
+        """What has to happen in a run, each with how often it did."""
+        with self.engine.connect() as connection:
+            struck = dict(connection.execute(_STRUCK).one()._mapping)
+        struck |= {name: self.customer.struck[name] for name in CUSTOMER_STRUCK}
+        return struck | {f"commands to {name} a saga": self._people.given[name] for name in COMMANDS}
+
     def check(self) -> tuple[list[Violation], dict[str, int]]:
         """Whatever is wrong; and how often what has to happen did."""
         violations = [Violation("people", "a command", what) for what in self._people.surprises]
         violations += check_sagas(read_sagas(self.engine, SAGA))
+        struck = self.struck()
         with self.engine.connect() as connection:
-            struck = dict(connection.execute(_STRUCK).one()._mapping)
             is_open = list(connection.scalars(_OPEN))
-        struck |= {name: self.customer.struck[name] for name in CUSTOMER_STRUCK}
-        struck |= {f"commands to {name} a saga": self._people.given[name] for name in COMMANDS}
         if is_open or self._to_come:
             # the books of what has not ended do not agree yet
             still = [*is_open, *[f"{self._to_come} things to do"] * bool(self._to_come)]

@@ -12,7 +12,7 @@ import queue
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -24,7 +24,10 @@ from sqlalchemy import Engine, text
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session
 
+from idempotency.application import runtime_of
+from idempotency.wire.headers import SIGNATURE_HEADER
 from idempotency.wire.message import Message
+from idempotency.wire.signing import sign
 from tests.chaos import application
 
 TENANTS = ("red", "blue")
@@ -88,7 +91,18 @@ Copy = Callable[[], object]
 class Traffic:
     """A thread that submits through `engine`, and one that sends the copies."""
 
-    def __init__(self, engine: Engine, *, seed: int, rate: float, url: str, may_go_on: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        seed: int,
+        rate: float,
+        url: str,
+        may_go_on: Callable[[], bool],
+        shares: Mapping[str, int] = SHARES,
+        rare: Mapping[int, str] = RARE,
+    ) -> None:
+        self._shares, self._rare = shares, rare
         self._engine = engine
         self._chance = random.Random(f"traffic {seed}")
         self._rate = rate
@@ -151,10 +165,10 @@ class Traffic:
                 self.tally.unsent += 1
 
     def _draw(self) -> str:
-        if (rare := RARE.get(self._numbers % RARE_EVERY)) is not None:
+        if (rare := self._rare.get(self._numbers % RARE_EVERY)) is not None:
             return rare
         point = self._chance.randrange(100)
-        for kind, share in SHARES.items():
+        for kind, share in self._shares.items():
             if point < share:
                 return kind
             point -= share
@@ -234,13 +248,16 @@ class Traffic:
 
 
 def _send(message: Message) -> None:
+    """As a relay does, signed anew: what is not signed is refused before anything is asked about its copy."""
     exchange, routing_key = message.destination(application.app)
+    secret = runtime_of(application.app).settings.message_secrets[0]
+    signature = sign(message.headers, message.body, secret, at=time.time())
     with application.app.producer_or_acquire() as producer:
         producer.publish(
             message.body,
             exchange=exchange,
             routing_key=routing_key,
-            headers=message.headers,
+            headers={**message.headers, SIGNATURE_HEADER: signature},
             content_type="application/json",
             content_encoding="utf-8",
             delivery_mode=2,

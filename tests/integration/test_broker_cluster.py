@@ -131,3 +131,30 @@ def test_a_queue_goes_on_while_it_loses_a_member_and_gets_another(
     relay.close()
     with pytest.raises(ServiceError):
         trio.grow("no-such-queue", trio.nodes[0])
+
+
+def test_a_node_that_is_cut_off_serves_nobody_until_it_finds_the_others(
+    queue: str, trio: RabbitMQTrio, bank: Celery, engine: Engine
+) -> None:
+    relay = Relay(bank)
+    try:
+        accept(bank, "before")
+        eventually(lambda: publish(relay, engine) == 1, timeout=PATIENCE, what="published")
+        leader = trio.members(queue).leader
+        assert leader is not None
+        node = trio.node(leader)
+        trio.cut_off(node)
+        try:
+            # it sees no majority; the others go on with another leader
+            eventually(lambda: not node.answers(), timeout=PATIENCE, what="it has stopped serving")
+            assert trio.seen_by_others(node) == 2
+            accept(bank, "meanwhile")
+            eventually(lambda: publish(relay, engine) == 2, timeout=PATIENCE, what="published meanwhile")
+            assert trio.members(queue).leader not in (None, leader)
+        finally:
+            trio.join_again(node)
+        trio.mend(PATIENCE)
+        assert trio.alive() == 3
+        eventually(lambda: ready(bank, queue) == 2, timeout=PATIENCE, what="both are in the queue")
+    finally:
+        relay.close()

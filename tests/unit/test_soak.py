@@ -38,3 +38,11 @@ def test_what_fills_up_in_the_beginning_does_not_rise() -> None:
     for sample in range(1, 101):
         series.add(sample * 10_000, min(sample, 30) * 10.0)
     assert not series.rises()
+
+
+def test_one_more_connection_does_not_rise_and_several_do() -> None:
+    for more, rises in ((1.0, False), (4.0, True)):
+        series = Series("connections", spare=2.0)
+        for sample in range(1, 101):
+            series.add(sample * 10_000, 10.0 + more * (sample > 66))
+        assert series.rises() is rises
