@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import psycopg
@@ -21,7 +20,7 @@ from idempotency.sagas import observe
 from idempotency.store.tenants import authenticate
 from tests.cells.conftest import Cells, Count, Serve
 from tests.cells.test_page import PAGE, call, close, copy, moving, plain, run_all
-from tests.support.celled import app
+from tests.support.celled import app, deposit
 from tests.support.documents import blocks
 from tests.support.operators import ANN
 from tests.support.processes import eventually
@@ -56,7 +55,9 @@ def test_a_new_key_and_a_new_secret_of_the_api_are_lost_by_the_move(serve: Serve
         assert authenticate(connection, key.text) is None
 
 
-def test_what_an_observer_notes_after_closing_stays_behind(serve: Serve, cells: Cells, engines: dict[str, Engine]) -> None:
+def test_what_an_observer_notes_after_closing_stays_behind(
+    serve: Serve, cells: Cells, engines: dict[str, Engine]
+) -> None:
     """RIGHT: refused. "Postgres itself refuses every new operation"; an observer's rows are none, and are not copied either."""
     serve("eu")
     close(cells)
@@ -88,8 +89,6 @@ def test_closing_in_a_session_of_repeatable_read_leaves_an_accepted_operation_be
 
     closing = threading.Thread(target=close_there)
     with Session(engines["eu"].execution_options(isolation_level="READ COMMITTED")) as session, session.begin():
-        from tests.support.celled import deposit
-
         deposit.using(tenant="eu-acme").enqueue(session, "late")
         closing.start()
         waiting = text("SELECT count(*) FROM pg_locks WHERE NOT granted AND mode = 'AccessExclusiveLock'")
@@ -108,7 +107,10 @@ def test_closing_in_a_session_of_repeatable_read_leaves_an_accepted_operation_be
         published = error
     finally:
         relay.close()
-    print("the relay beside it:", repr(published)[:300])
+    assert "acme_has_moved" in repr(published)  # RIGHT: 1 row
+    with engines["eu"].connect() as connection:
+        waits = text("SELECT status FROM idempotency.outbox WHERE tenant = 'eu-other' AND task = 'deposit'")
+        assert connection.execute(waits).scalars().all() == ["pending"]  # RIGHT: published
 
 
 def _scalar(engine: Engine, query: Any) -> Any:
@@ -136,6 +138,27 @@ def test_after_a_move_the_old_cells_application_cannot_be_renamed(
     with engines["eu"].connect() as connection:
         of_other = text("SELECT DISTINCT service FROM idempotency.records WHERE tenant = 'eu-other'")
         assert connection.execute(of_other).scalars().all() == ["celled"]  # RIGHT: renamed
+
+
+def test_a_move_between_databases_of_other_date_styles_changes_how_long_a_key_stays_spent(
+    serve: Serve, cells: Cells, engines: dict[str, Engine]
+) -> None:
+    """COPY writes days in the order of one database, and reads them in that of the other. RIGHT: PGDATESTYLE=ISO in the script."""
+    serve("eu")
+    call(engines["eu"], "a1")
+    run_all(cells, "eu")
+    with engines["eu"].connect() as connection:
+        day = "'2026-11-09 00:00+00'"  # any day up to the twelfth of a month; with later ones, the copy fails
+        columns = ("opened_at", "created_at", "updated_at", "completed_at")
+        change = ", ".join(f"{column} = {day}" for column in columns)
+        connection.execute(text(f"UPDATE idempotency.records SET {change}, expires_at = '2031-12-01 00:00+00'"))
+        name = connection.execute(text("SELECT current_database()")).scalar_one()
+        connection.execute(text(f"ALTER DATABASE {name} SET datestyle = 'SQL, DMY'"))
+    copy(cells)
+    query = text(
+        "SELECT to_char(expires_at AT TIME ZONE 'UTC', 'YYYY-MM-DD') FROM idempotency.records WHERE key = 'a1'"
+    )
+    assert _scalar(engines["us"], query) == "2031-01-12"  # RIGHT: 2031-12-01
 
 
 def test_a_tenant_that_is_moved_there_and_back_is_charged_nothing_twice(
@@ -185,5 +208,3 @@ def test_back_before_the_other_cell_is_closed_a_process_of_before_charges_twice(
     call(engines["eu"], "first")  # by a process with the mapping of before both moves
     run_all(cells, "eu")
     assert count("eu", "first") == 2  # RIGHT: 1
-
-

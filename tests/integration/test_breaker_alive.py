@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import threading
 import time
 from pathlib import Path
 
@@ -48,10 +50,17 @@ def test_a_database_that_takes_a_statement_and_never_answers_makes_a_healthy_pro
         time.sleep(4 * TIMEOUT)  # longer than the two statements and a connection may take
         silent = silence(file) or 0.0
         status = run("alive", file, "--within", 2 * TIMEOUT).status
+        proxy.heal()  # ends the thread's connection; the answer to the next statement is lost again
+        ending = threading.Thread(target=life.end, daemon=True)
+        ending.start()
+        ending.join(10 * TIMEOUT)  # "a few times this at most"
+        hangs = ending.is_alive()
+        event.remove(life._engine, "before_cursor_execute", swallow)
         proxy.heal()
-        life.end()
+        ending.join(30)
     assert silent > 3 * TIMEOUT  # RIGHT: below 2 * TIMEOUT
     assert status == 1  # RIGHT: 0
+    assert hangs  # RIGHT: not hangs. A worker that was told to end stays until it is killed
 
 
 def test_a_disk_that_is_full_makes_a_healthy_process_look_hung(bank: Celery, tmp_path: Path, run: Run) -> None:
@@ -59,8 +68,6 @@ def test_a_disk_that_is_full_makes_a_healthy_process_look_hung(bank: Celery, tmp
 
     RIGHT: fall back to what needs no space (os.utime on the open file), or remove the file.
     """
-    import os
-
     file = tmp_path / "alive"
     bank.conf.idempotency_sign_of_life_file = str(file)
     life = SignOfLife(bank, "worker")
