@@ -26,6 +26,7 @@ from ..errors import (
     EffectUnknown,
     Misuse,
     PermanentError,
+    WrongCell,
 )
 from ..observe.crash_points import crash_point
 from ..observe.logs import log
@@ -113,7 +114,9 @@ class SagaAttempt(Attempt):
         except Misuse as error:
             self._unrecorded = error
             raise
-        except CallRefused:  # the same each time
+        except CallRefused as error:  # the same each time, except in a deploy that changes `cell_of`
+            if isinstance(error, WrongCell):
+                self._unrecorded = error
             raise
         except Exception as error:
             reached = {name: entry for name, entry in self.claim.effects.items() if name in self.calls}

@@ -186,11 +186,14 @@ class DeduplicatedTask(Without, RetriedTask[P, R_co], Generic[P, R_co]):
             return cast(R_co, self.apply(args, kwargs, throw=True).get(disable_sync_subtasks=False))
         try:
             delivery = self._delivery()
+            later = self._cell_unknown(delivery)
         except Exception as error:
             if request.is_eager:
                 raise
             log.exception("rejected", task=self.name, task_id=request.id)
             raise Reject(describe(error), requeue=False) from error
+        if later is not None:
+            raise put_off(self, delivery, later)
         try:
             told = self._told(delivery)
         except Exception as error:
@@ -206,12 +209,22 @@ class DeduplicatedTask(Without, RetriedTask[P, R_co], Generic[P, R_co]):
             raise retried(self, delivery, told) if isinstance(told, Retry) else told
         return cast(R_co, told)
 
+    def _cell_unknown(self, delivery: Delivery) -> Later | None:
+        """When this message has to come again because it cannot be told which cell its tenant is of. Raises `WrongCell`."""
+        try:
+            self.check_cell(delivery.id)
+        except SettingsError as error:
+            if delivery.is_eager:
+                raise
+            return Later(PUT_BACK, describe(error))
+        return None
+
     def _delivery(self) -> Delivery:
-        """The message at hand. Raises `CallRefused` if it names no operation."""
+        """The message at hand, whichever cell its tenant is of. Raises `CallRefused` if it names no operation."""
         request = self.request
         headers = request.headers or {}
         arguments = self._bound(request.args or (), request.kwargs or {})
-        id = self._operation(arguments, headers.get(KEY_HEADER), headers.get(TENANT_HEADER))
+        id = self._operation_anywhere(arguments, headers.get(KEY_HEADER), headers.get(TENANT_HEADER))
         fingerprint, *also = keys.fingerprints(arguments, headers.get(FINGERPRINT_HEADER))
         return Delivery(
             id=id,
