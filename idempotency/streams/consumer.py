@@ -166,7 +166,9 @@ class Consumer:
         messages = list(islice(partition.at_hand, 1 if alone else self.stream.batch))
         try:
             prepared = prepare_many(self.stream, messages, self._runtime.settings)
-        except SettingsError as error:  # of `cell_of`, which may be away as Postgres may: the partition stays where it is
+        except (
+            SettingsError
+        ) as error:  # of `cell_of`, which may be away as Postgres may: the partition stays where it is
             log.warning("stream_message_waits", stream=self.stream.name, error=str(error))
             partition.wait(BUSY_PAUSE)
             return

@@ -68,7 +68,9 @@ class Reopened:
                 self._unreadable.add(id)
                 return
             handle_alone(self._runtime, self._stream, self._policy, prepared, None)
-        except IdempotencyError as error:  # in doubt for long, stored by newer code, or of no known cell: the next look tries again
+        except (
+            IdempotencyError
+        ) as error:  # in doubt for long, stored by newer code, or of no known cell: the next look tries again
             log.warning("stream_message_waits", stream=self._stream.name, error=str(error))
 
     def _prepared(self, id: OperationId, kept: str) -> Prepared | None:

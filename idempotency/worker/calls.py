@@ -247,4 +247,6 @@ class KeyedTask(Keyed[P, R_co], Generic[P, R_co]):
     def named_anywhere(self, args: Sequence[Any], kwargs: Mapping[str, Any], headers: Mapping[str, Any]) -> Named:
         """The operation that a message names, whichever cell its tenant is of. Raises `CallRefused`."""
         arguments = self._bound(args, kwargs)
-        return Named(self._operation_anywhere(arguments, headers.get(KEY_HEADER), headers.get(TENANT_HEADER)), arguments)
+        return Named(
+            self._operation_anywhere(arguments, headers.get(KEY_HEADER), headers.get(TENANT_HEADER)), arguments
+        )

@@ -104,9 +104,10 @@ class Keyed(TypedTask[P, R_co], Generic[P, R_co]):
         id, headers = self._checked(args, kwargs, named["idempotency_key"], named["tenant"], given)
         if self.app.conf.task_always_eager:  # Celery goes on to `apply`
             options |= {"idempotency_key": id.key, "tenant": id.tenant}
-        elif (cell := self._settings.own_cell) is not None:
-            if self.app.conf.broker_write_url != cell.broker_url.get_secret_value():
-                raise SettingsError(f"{self.name}: the broker is not that of the cell {self._settings.cell!r}")
+        elif (
+            cell := self._settings.own_cell
+        ) is not None and self.app.conf.broker_write_url != cell.broker_url.get_secret_value():
+            raise SettingsError(f"{self.name}: the broker is not that of the cell {self._settings.cell!r}")
         with signed_calls.signing(self._settings):
             return super().apply_async(args, kwargs, *celerys, headers={**given, **headers}, **(shown(id) | options))
 

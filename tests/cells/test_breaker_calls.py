@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import threading
@@ -14,7 +13,7 @@ from celery import Celery
 from sqlalchemy import Engine, text
 
 from idempotency import runtime_for, use_cells
-from idempotency.application import close_runtime, settings_of
+from idempotency.application import close_runtime
 from idempotency.checks.doctor import doctor
 from idempotency.checks.findings import Level
 from idempotency.errors import SettingsError
@@ -22,26 +21,12 @@ from idempotency.letters.consumer import DeadLetterConsumer
 from idempotency.operate import api_keys
 from idempotency.operate.change import Change
 from idempotency.settings import Settings
-from idempotency.streams import StreamMessage, kafka, stream
-from idempotency.streams.preparing import Refused, prepare
 from tests.cells.conftest import Cells, Serve
 from tests.support.celled import app, deposit
-from tests.support.deliveries import Deliveries
 from tests.support.processes import eventually
 
 # How long a call may take that waits for nothing.
 SOON = 3.0
-
-
-def test_a_stream_makes_letters_of_all_messages_while_the_directory_of_tenants_is_away(serve: Serve) -> None:
-    """RIGHT: `SettingsError`, and the stream waits there ("If it raises anything else, nothing is done")."""
-    serve("eu")
-    declared = stream("away", source=kafka("t"), key="{key}", tenant="{event[tenant]}")(lambda given, event: None)
-    message = StreamMessage("t", 0, 0, b"k1", json.dumps({"tenant": "broken"}).encode())
-    found = prepare(declared, message, settings_of(app))
-    assert isinstance(found, Refused)  # RIGHT: raises SettingsError
-    assert found.reason == "invalid_key"  # nothing is wrong with its key
-    assert "SettingsError" in found.detail
 
 
 @pytest.fixture
@@ -239,12 +224,6 @@ def test_with_a_namespace_of_celerys(cells: Cells, monkeypatch: pytest.MonkeyPat
 
 
 # ---------------------------------------------------------------- what arrives, and people
-
-
-def test_a_message_by_delay_is_rejected_while_the_directory_is_away(serve: Serve, engines: dict[str, Engine]) -> None:
-    """RIGHT: put back, as while Postgres is away. It is dead-lettered at once."""
-    serve("eu")
-    assert Deliveries(app).deliver(deposit, "a1", tenant="broken").state == "REJECTED"
 
 
 def test_a_letter_whose_tenant_cannot_be_told_does_not_hold_up_the_others(
