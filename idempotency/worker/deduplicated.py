@@ -27,6 +27,7 @@ from ..errors import (
     FingerprintMismatch,
     OperationBusy,
     OperationFailed,
+    SettingsError,
     Unanswered,
     UnknownVersion,
     UnsupportedControl,
