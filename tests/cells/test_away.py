@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from celery.exceptions import Retry
 from kombu import Connection as BrokerConnection
+from kombu.transport.native_delayed_delivery import declare_native_delayed_delivery_exchanges_and_queues
 from sqlalchemy import Engine, text
 
 from idempotency import DeduplicatedTask, SettingsError, runtime_for
@@ -82,6 +83,8 @@ def test_a_message_whose_key_cannot_be_made_is_rejected_all_the_same(directory: 
 def test_a_message_of_a_deduplicated_task_comes_again(directory: Directory, cells: Cells) -> None:
     app.conf.idempotency_store = cells["eu"]["redis_url"]
     ran: list[str] = []
+    with app.connection_for_write() as broker:  # as a worker does at its start
+        declare_native_delayed_delivery_exchanges_and_queues(broker, "quorum")
 
     @app.task(name="away.charge", base=DeduplicatedTask, bind=True, key="{id}", shared=False)
     def task(self: Any, id: str) -> str:
