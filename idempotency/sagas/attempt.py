@@ -20,14 +20,7 @@ from ..attempt.endings import Waiting
 from ..attempt.policy import Policy
 from ..attempt.refusals import refusal_of
 from ..attempt.runtime import Runtime
-from ..errors import (
-    AttemptsExhausted,
-    CallRefused,
-    EffectUnknown,
-    Misuse,
-    PermanentError,
-    WrongCell,
-)
+from ..errors import AttemptsExhausted, CallRefused, EffectUnknown, Misuse, PermanentError, WrongCell
 from ..observe.crash_points import crash_point
 from ..observe.logs import log
 from ..reasons import COMPENSATION_FAILED, SAGA_MISMATCH

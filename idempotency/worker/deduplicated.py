@@ -27,7 +27,6 @@ from ..errors import (
     FingerprintMismatch,
     OperationBusy,
     OperationFailed,
-    SettingsError,
     Unanswered,
     UnknownVersion,
     UnsupportedControl,
@@ -45,7 +44,7 @@ from ..wire.delivery import Delivery
 from ..wire.headers import FINGERPRINT_HEADER, KEY_HEADER, SEEN_HEADER, TENANT_HEADER, senders_headers
 from . import hooks
 from .absent import NotHere, Without, check_absent
-from .coming_again import Later, pause_for, put_off, rest, retried
+from .coming_again import Later, cell_unknown, pause_for, put_off, rest, retried
 from .options import check_values
 from .retrying import RetriedTask
 from .store_runtimes import store_runtime_of
@@ -187,7 +186,7 @@ class DeduplicatedTask(Without, RetriedTask[P, R_co], Generic[P, R_co]):
             return cast(R_co, self.apply(args, kwargs, throw=True).get(disable_sync_subtasks=False))
         try:
             delivery = self._delivery()
-            later = self._cell_unknown(delivery)
+            later = cell_unknown(self, delivery, PUT_BACK)
         except Exception as error:
             if request.is_eager:
                 raise
@@ -209,16 +208,6 @@ class DeduplicatedTask(Without, RetriedTask[P, R_co], Generic[P, R_co]):
                 leave_out_values(getattr(told, "exc", None) or told)
             raise retried(self, delivery, told) if isinstance(told, Retry) else told
         return cast(R_co, told)
-
-    def _cell_unknown(self, delivery: Delivery) -> Later | None:
-        """When this message has to come again because it cannot be told which cell its tenant is of. Raises `WrongCell`."""
-        try:
-            self.check_cell(delivery.id)
-        except SettingsError as error:
-            if delivery.is_eager:
-                raise
-            return Later(PUT_BACK, describe(error))
-        return None
 
     def _delivery(self) -> Delivery:
         """The message at hand, whichever cell its tenant is of. Raises `CallRefused` if it names no operation."""
