@@ -281,6 +281,11 @@ class Settings(BaseModel):
         check_agree(self.cells, self.cell_of, self.cell)
         return self
 
+    @property
+    def own_cell(self) -> Cell | None:
+        """The cell that this process serves."""
+        return None if self.cell is None else self.cells[self.cell]
+
     def cell_for(self, tenant: str) -> str | None:
         """The cell that a tenant is of; None where there are no cells. Raises `WrongCell` and `SettingsError`."""
         return which(self.cells, self.cell_of, tenant) if self.cells else None

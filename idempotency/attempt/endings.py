@@ -20,6 +20,7 @@ from ..errors import (
     PermanentError,
     RetriesExhausted,
     Undecided,
+    WrongCell,
 )
 from ..reasons import CALL_REFUSED
 from ..settings import Settings
@@ -156,7 +157,9 @@ def end_for(error: BaseException, attempt: Judged) -> Fail | Release:
             return Release(claim, 0.0, error, is_spent=True)  # a last look, as when the attempts are used up
         case PermanentError():
             return Fail(claim, error, error)
-        case CallRefused():
+        case CallRefused() if not isinstance(
+            error, WrongCell
+        ):  # of which another process may think otherwise, in a deploy
             # a call that the body makes is refused the same way every time
             return Fail(claim, conclusions.NotDeclined(describe(error), CALL_REFUSED), error)
         case Undecided(seconds=seconds) | Throttled(seconds=seconds):

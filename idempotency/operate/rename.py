@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from celery import Celery
+from psycopg.errors import CheckViolation
+from sqlalchemy.exc import IntegrityError
 
 from ..application import runtime_of
 from ..broker.channel import BrokerChannel
@@ -13,7 +15,7 @@ from ..errors import BrokerUnavailable, ChangeRefused
 from ..framework import framework
 from ..queues import forwarded_dead_letters
 from ..store import renaming
-from ..store.statements import repeatable
+from ..store.statements import driver_error, repeatable
 from .change import Change, audit
 from .money import check_verified_for
 
@@ -26,8 +28,8 @@ def rename_service(app: Celery, old: str, new: str, change: Change) -> dict[str,
 
     Returns how many of each. Many short transactions, each with its audit row: if it is interrupted, repeat it. Raises
     `NotAuthenticated` if a task of theirs moves money and the person is not verified, and `ChangeRefused` while a process of `old` is
-    running, since it would go on to write under that name, while the broker says that others have forwarded dead messages to it, and
-    unless `new` is this application's name. A web server is known by its requests only.
+    running, since it would go on to write under that name, while the broker says that others have forwarded dead messages to it, if the rows of
+    a tenant that has moved to another cell are still here, and unless `new` is this application's name. A web server is known by its requests only.
     """
     runtime = runtime_of(app)
     settings = runtime.settings
@@ -50,7 +52,15 @@ def rename_service(app: Celery, old: str, new: str, change: Change) -> dict[str,
                     f"{old}: has carried out requests over HTTP within the last {settings.alarm_silence:g} s; "
                     "stop its web servers, and wait as long"
                 )
-            rows, last = renaming.rename(connection, tables[0], old, new, after=after)
+            try:
+                rows, last = renaming.rename(connection, tables[0], old, new, after=after)
+            except IntegrityError as error:
+                if not isinstance(violation := driver_error(error), CheckViolation):
+                    raise
+                raise ChangeRefused(
+                    f"{old}: the constraint {violation.diag.constraint_name} forbids changes of rows in {tables[0]}; if that is of a "
+                    "tenant that has moved to another cell, delete its rows first, as docs/cells.md says"
+                ) from None
             if last is None and len(tables) == 1:
                 renaming.signal_again(connection, new)
                 renaming.rename_alarms(connection, old, new)

@@ -48,10 +48,11 @@ def add_endpoint(
 ) -> NewEndpoint:
     """Register a URL for a tenant's events. It gets nothing before `enable_endpoint` has challenged it.
 
-    `events`: patterns of types, such as `order.*`. Raises `AddressRefused`, `InvalidKey`, and `ChangeRefused` for patterns, and
+    `events`: patterns of types, such as `order.*`. Raises `AddressRefused`, `InvalidKey`, `WrongCell`, and `ChangeRefused` for patterns, and
     for a URL that the tenant has registered before and not disabled: each event would go there twice.
     """
     tenant, wanted = check_key(tenant, field="tenant"), sorted(set(events))
+    runtime.settings.check_cell(tenant)
     if not 0 < len(wanted) <= EVENTS_LIMIT or not all(map(_EVENT.fullmatch, wanted)):
         raise ChangeRefused(f"--event: 1 to {EVENTS_LIMIT} patterns of event types, each of 1 to 255 ASCII characters")
     target = target_of(url, Allowed.of(runtime.settings.webhook_allowed_hosts))

@@ -20,13 +20,7 @@ from ..attempt.endings import Waiting
 from ..attempt.policy import Policy
 from ..attempt.refusals import refusal_of
 from ..attempt.runtime import Runtime
-from ..errors import (
-    AttemptsExhausted,
-    CallRefused,
-    EffectUnknown,
-    Misuse,
-    PermanentError,
-)
+from ..errors import AttemptsExhausted, CallRefused, EffectUnknown, Misuse, PermanentError, WrongCell
 from ..observe.crash_points import crash_point
 from ..observe.logs import log
 from ..reasons import COMPENSATION_FAILED, SAGA_MISMATCH
@@ -113,7 +107,9 @@ class SagaAttempt(Attempt):
         except Misuse as error:
             self._unrecorded = error
             raise
-        except CallRefused:  # the same each time
+        except CallRefused as error:  # the same each time, except in a deploy that changes `cell_of`
+            if isinstance(error, WrongCell):
+                self._unrecorded = error
             raise
         except Exception as error:
             reached = {name: entry for name, entry in self.claim.effects.items() if name in self.calls}

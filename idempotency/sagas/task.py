@@ -166,16 +166,16 @@ class SagaTask(IdempotentTask[..., Any]):
         entity = None if about is None else storable(str(about))[:255] or claim.id.key
         return SagaAttempt(runtime, claim, delivery, policy, entity_id=entity)
 
-    def named_by(self, args: Sequence[Any], kwargs: Mapping[str, Any], headers: Mapping[str, Any]) -> Named:
+    def named_anywhere(self, args: Sequence[Any], kwargs: Mapping[str, Any], headers: Mapping[str, Any]) -> Named:
         """As for any task. Arguments that do not fit are no reason to refuse a saga: a deploy has changed them, and it may be
         undone without them."""
         try:
-            return super().named_by(args, kwargs, headers)
+            return super().named_anywhere(args, kwargs, headers)
         except InvalidArguments:
             if (key := headers.get(KEY_HEADER)) is None:
                 raise
             by_name = {**dict(zip(self.signature_of_run.parameters, args, strict=False)), **kwargs}
-            return Named(self._operation(by_name, key, headers.get(TENANT_HEADER)), by_name)
+            return Named(self._operation_anywhere(by_name, key, headers.get(TENANT_HEADER)), by_name)
 
     def _body(self, attempt: Attempt) -> Any:
         assert isinstance(attempt, SagaAttempt)

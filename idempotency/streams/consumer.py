@@ -14,7 +14,7 @@ from ..attempt.claim import peek
 from ..attempt.endings import Ended, Finished, Release
 from ..attempt.run import Outcome
 from ..attempt.runtime import Runtime
-from ..errors import BrokerUnavailable, IdempotencyError
+from ..errors import BrokerUnavailable, IdempotencyError, SettingsError
 from ..framework import Framework, framework
 from ..observe import metrics
 from ..observe.crash_points import crash_point
@@ -31,7 +31,7 @@ from .alone import handle_alone
 from .declaring import Stream
 from .holdings import Holdings
 from .partition import Partition
-from .preparing import Prepared, Refused, prepare, share
+from .preparing import Prepared, Refused, prepare_many, share
 from .reader import Reader
 from .refusing import refuse
 from .reopened import Reopened
@@ -162,12 +162,17 @@ class Consumer:
     def _handle(self, partition: Partition) -> None:
         crash_point("stream.fetched")
         first = partition.at_hand[0]
-        if partition.is_alone(first.offset) or type(framework()) is not Framework:
-            self._one(partition, prepare(self.stream, first, self._runtime.settings))
+        alone = partition.is_alone(first.offset) or type(framework()) is not Framework
+        messages = list(islice(partition.at_hand, 1 if alone else self.stream.batch))
+        try:
+            prepared = prepare_many(self.stream, messages, self._runtime.settings)
+        except (
+            SettingsError
+        ) as error:  # of `cell_of`, which may be away as Postgres may: the partition stays where it is
+            log.warning("stream_message_waits", stream=self.stream.name, error=str(error))
+            partition.wait(BUSY_PAUSE)
             return
-        messages = list(islice(partition.at_hand, self.stream.batch))
-        prepared = [prepare(self.stream, each, self._runtime.settings) for each in messages]
-        shared = share(prepared, partition.alone)
+        shared = [] if alone else share(prepared, partition.alone)
         if shared:
             self._together(partition, shared)
         else:

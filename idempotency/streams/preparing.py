@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import InvalidKey, MissingKey, WrongCell
+from ..errors import InvalidKey, MissingKey, SettingsError, WrongCell
 from ..reasons import OTHER_CELL
 from ..settings import Settings
 from ..store.statements import describe
 from ..wire.delivery import Delivery
 from .declaring import Stream
-from .handling import exits_are_errors
+from .handling import Exited, exits_are_errors
 from .message import StreamMessage
 
 
@@ -35,7 +35,10 @@ class Refused:
 
 
 def prepare(stream: Stream, message: StreamMessage, settings: Settings) -> Prepared | Refused:
-    """What a message is for. Errors of the stream's own functions are reasons to refuse it."""
+    """What a message is for. Errors of the stream's own functions are reasons to refuse it.
+
+    Raises `SettingsError` if it cannot be told which cell its tenant is of: nothing is wrong with the message then.
+    """
     if (beyond := message.beyond()) is not None:
         return Refused(message, "beyond_limit", beyond)
     try:
@@ -46,16 +49,33 @@ def prepare(stream: Stream, message: StreamMessage, settings: Settings) -> Prepa
     try:
         with exits_are_errors():
             delivery = stream.delivery(event, message, settings)
-            settings.check_cell(delivery.id.tenant)
-            return Prepared(message, event, delivery)
-    except WrongCell as error:
-        return Refused(message, OTHER_CELL, str(error))
     except MissingKey as error:
         return Refused(message, "missing_key", str(error))
     except InvalidKey as error:
         return Refused(message, "invalid_key", str(error))
     except Exception as error:  # of a function for the key or the tenant
         return Refused(message, "invalid_key", describe(error))
+    try:
+        with exits_are_errors():
+            settings.check_cell(delivery.id.tenant)
+    except WrongCell as error:
+        return Refused(message, OTHER_CELL, str(error))
+    except Exited as error:
+        raise SettingsError(f"idempotency_cell_of: {error}") from error
+    return Prepared(message, event, delivery)
+
+
+def prepare_many(stream: Stream, messages: Iterable[StreamMessage], settings: Settings) -> list[Prepared | Refused]:
+    """What each message is for, up to the first whose cell cannot be told. Raises `SettingsError` if that is the first of all."""
+    found: list[Prepared | Refused] = []
+    for message in messages:
+        try:
+            found.append(prepare(stream, message, settings))
+        except SettingsError:
+            if not found:
+                raise
+            break
+    return found
 
 
 def share(prepared: Sequence[Prepared | Refused], alone: range) -> list[Prepared]:

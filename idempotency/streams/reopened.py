@@ -63,12 +63,14 @@ class Reopened:
                 self._found.append((id, row.headers or ""))
 
     def _run(self, id: OperationId, kept: str) -> None:
-        if (prepared := self._prepared(id, kept)) is None:
-            self._unreadable.add(id)
-            return
         try:
+            if (prepared := self._prepared(id, kept)) is None:
+                self._unreadable.add(id)
+                return
             handle_alone(self._runtime, self._stream, self._policy, prepared, None)
-        except IdempotencyError as error:  # in doubt for long, or stored by newer code: the next look tries again
+        except (
+            IdempotencyError
+        ) as error:  # in doubt for long, stored by newer code, or of no known cell: the next look tries again
             log.warning("stream_message_waits", stream=self._stream.name, error=str(error))
 
     def _prepared(self, id: OperationId, kept: str) -> Prepared | None:
@@ -81,7 +83,10 @@ class Reopened:
 
 
 def same_operation(stream: Stream, id: OperationId, kept: str, settings: Settings) -> Prepared | str:
-    """The message that a letter has kept, if this code takes it for the operation `id`; otherwise why not, in some words."""
+    """The message that a letter has kept, if this code takes it for the operation `id`; otherwise why not, in some words.
+
+    Raises `SettingsError` if it cannot be told which cell its tenant is of.
+    """
     try:
         prepared = prepare(stream, from_kept(kept), settings)
     except ValueError as error:

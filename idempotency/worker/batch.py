@@ -173,6 +173,7 @@ def _prepare(task: IdempotentTask[..., Any], calls: Sequence[tuple[dict[str, Any
             args, kwargs, embed = body
             context = Context(request, args=args, kwargs=kwargs, is_eager=False, called_directly=False, **embed or {})
             delivery = delivery_of(task, context)
+            task.check_cell(delivery.id)
             if _is_plain(task, delivery):
                 found.setdefault((delivery.id.tenant, delivery.id.key), (delivery, context, request))
     of_tenants = sorted(found.values(), key=lambda each: each[0].id.tenant)

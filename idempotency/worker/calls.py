@@ -238,6 +238,15 @@ class KeyedTask(Keyed[P, R_co], Generic[P, R_co]):
         return id
 
     def named_by(self, args: Sequence[Any], kwargs: Mapping[str, Any], headers: Mapping[str, Any]) -> Named:
-        """The operation that a message names, by its headers or by its arguments. Raises `CallRefused`."""
+        """The operation that a message names, by its headers or by its arguments. Raises `CallRefused`, and `SettingsError`
+        if it cannot be told which cell its tenant is of."""
+        named = self.named_anywhere(args, kwargs, headers)
+        self.check_cell(named.id)
+        return named
+
+    def named_anywhere(self, args: Sequence[Any], kwargs: Mapping[str, Any], headers: Mapping[str, Any]) -> Named:
+        """The operation that a message names, whichever cell its tenant is of. Raises `CallRefused`."""
         arguments = self._bound(args, kwargs)
-        return Named(self._operation(arguments, headers.get(KEY_HEADER), headers.get(TENANT_HEADER)), arguments)
+        return Named(
+            self._operation_anywhere(arguments, headers.get(KEY_HEADER), headers.get(TENANT_HEADER)), arguments
+        )

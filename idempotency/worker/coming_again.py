@@ -17,9 +17,10 @@ from billiard.exceptions import SoftTimeLimitExceeded
 from celery import Task
 from celery.exceptions import Reject, Retry
 
-from ..errors import OperationBusy
+from ..errors import OperationBusy, SettingsError
 from ..observe import metrics
 from ..observe.logs import log
+from ..store.statements import describe
 from ..stores.store import StoreAway
 from ..wire.delivery import Delivery
 from ..wire.headers import (
@@ -61,6 +62,17 @@ def pause_for(delivery: Delivery, lease: float, due_in: float | None, seen: str)
         return due_in
     # longer than a heartbeat: a holder that lives has changed what was seen
     return lease / 2 if seen else min(2.0 ** _waits(delivery), lease / 2)
+
+
+def cell_unknown(task: DeduplicatedTask, delivery: Delivery, pause: float) -> Later | None:
+    """That this message has to come again, because it cannot be told which cell its tenant is of. Raises `WrongCell`."""
+    try:
+        task.check_cell(delivery.id)
+    except SettingsError as error:
+        if delivery.is_eager:
+            raise
+        return Later(pause, describe(error))
+    return None
 
 
 def rest(seconds: float) -> None:

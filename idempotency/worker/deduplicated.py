@@ -44,7 +44,7 @@ from ..wire.delivery import Delivery
 from ..wire.headers import FINGERPRINT_HEADER, KEY_HEADER, SEEN_HEADER, TENANT_HEADER, senders_headers
 from . import hooks
 from .absent import NotHere, Without, check_absent
-from .coming_again import Later, pause_for, put_off, rest, retried
+from .coming_again import Later, cell_unknown, pause_for, put_off, rest, retried
 from .options import check_values
 from .retrying import RetriedTask
 from .store_runtimes import store_runtime_of
@@ -186,11 +186,14 @@ class DeduplicatedTask(Without, RetriedTask[P, R_co], Generic[P, R_co]):
             return cast(R_co, self.apply(args, kwargs, throw=True).get(disable_sync_subtasks=False))
         try:
             delivery = self._delivery()
+            later = cell_unknown(self, delivery, PUT_BACK)
         except Exception as error:
             if request.is_eager:
                 raise
             log.exception("rejected", task=self.name, task_id=request.id)
             raise Reject(describe(error), requeue=False) from error
+        if later is not None:
+            raise put_off(self, delivery, later)
         try:
             told = self._told(delivery)
         except Exception as error:
@@ -207,11 +210,11 @@ class DeduplicatedTask(Without, RetriedTask[P, R_co], Generic[P, R_co]):
         return cast(R_co, told)
 
     def _delivery(self) -> Delivery:
-        """The message at hand. Raises `CallRefused` if it names no operation."""
+        """The message at hand, whichever cell its tenant is of. Raises `CallRefused` if it names no operation."""
         request = self.request
         headers = request.headers or {}
         arguments = self._bound(request.args or (), request.kwargs or {})
-        id = self._operation(arguments, headers.get(KEY_HEADER), headers.get(TENANT_HEADER))
+        id = self._operation_anywhere(arguments, headers.get(KEY_HEADER), headers.get(TENANT_HEADER))
         fingerprint, *also = keys.fingerprints(arguments, headers.get(FINGERPRINT_HEADER))
         return Delivery(
             id=id,

@@ -44,10 +44,10 @@ def attempt_of(request: Any) -> Attempt | None:
 
 
 def delivery_of(task: KeyedTask, request: Any) -> Delivery:
-    """A request to this task as a delivery. Raises `CallRefused` if it names no operation."""
+    """A request to this task as a delivery, whichever cell its tenant is of. Raises `CallRefused` if it names no operation."""
     headers = request.headers or {}
     args, kwargs = request.args or (), request.kwargs or {}
-    named = task.named_by(args, kwargs, headers)
+    named = task.named_anywhere(args, kwargs, headers)
     # every later delivery is for this operation, whatever its key is made from
     message = Message.delivered(request).naming(named.id)
     if request.is_eager:

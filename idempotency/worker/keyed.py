@@ -104,6 +104,10 @@ class Keyed(TypedTask[P, R_co], Generic[P, R_co]):
         id, headers = self._checked(args, kwargs, named["idempotency_key"], named["tenant"], given)
         if self.app.conf.task_always_eager:  # Celery goes on to `apply`
             options |= {"idempotency_key": id.key, "tenant": id.tenant}
+        elif (
+            cell := self._settings.own_cell
+        ) is not None and self.app.conf.broker_write_url != cell.broker_url.get_secret_value():
+            raise SettingsError(f"{self.name}: the broker is not that of the cell {self._settings.cell!r}")
         with signed_calls.signing(self._settings):
             return super().apply_async(args, kwargs, *celerys, headers={**given, **headers}, **(shown(id) | options))
 
@@ -160,7 +164,20 @@ class Keyed(TypedTask[P, R_co], Generic[P, R_co]):
         """Whether a message may name another operation the next time: by its key function, which may read a clock, say."""
         return headers.get(KEY_HEADER) is None and not isinstance(self._key_function, KeyFrom)
 
+    def check_cell(self, id: OperationId) -> None:
+        """Raise `WrongCell` for an operation that is not of this process's cell, and `SettingsError` if that cannot be told."""
+        try:
+            self._settings_for(id.tenant)
+        except WrongCell as refused:
+            raise WrongCell(f"{self.name}: {refused}") from None
+
     def _operation(self, arguments: Mapping[str, Any], key: object, tenant: object) -> OperationId:
+        id = self._operation_anywhere(arguments, key, tenant)
+        self.check_cell(id)  # a key of another cell is none here
+        return id
+
+    def _operation_anywhere(self, arguments: Mapping[str, Any], key: object, tenant: object) -> OperationId:
+        """The operation that a call names, whichever cell its tenant is of."""
         function = type(self)._key_function
         if tenant is None:
             tenant = self._settings.tenant
@@ -168,10 +185,8 @@ class Keyed(TypedTask[P, R_co], Generic[P, R_co]):
             if key is None and function is None:
                 raise MissingKey("give idempotency_key=, or the task a key template")
             key = keys.made_by(function, arguments) if key is None and function is not None else keys.check_key(key)
-            id = OperationId(keys.check_key(tenant, field="tenant"), self.name, key)
-            self._settings_for(id.tenant)  # a key of another cell is none here
-            return id
-        except (MissingKey, InvalidKey, WrongCell) as refused:
+            return OperationId(keys.check_key(tenant, field="tenant"), self.name, key)
+        except (MissingKey, InvalidKey) as refused:
             raise type(refused)(f"{self.name}: {refused}") from None
 
     @property

@@ -76,7 +76,7 @@ def put_back(app: Celery, delivery: Delivery) -> Ignore | Reject:
         to = "outbox" if _parked(app, delivery, message) else "copy" if _copied(app, delivery, message) else to
     metrics.put_back.labels(delivery.id.task, to).inc()
     log.warning("put_back", task=delivery.id.task, key=delivery.id.key, to=to)
-    return Reject("no answer from Postgres", requeue=True) if to == "queue" else Ignore()
+    return Reject("no answer", requeue=True) if to == "queue" else Ignore()
 
 
 def _is_stale(connection: Connection, delivery: Delivery, settings: Settings) -> bool:

@@ -79,6 +79,7 @@ def _nested(headers: dict[str, Any]) -> dict[str, Any]:
 def revoke_terminated(task: KeyedTask, context: Any) -> None:
     """Mark the operation whose attempt Celery terminates, so that its next claim ends it."""
     runtime, delivery = runtime_of(task.app), delivery_of(task, context)
+    task.check_cell(delivery.id)
     with runtime.transaction(delivery.id.tenant) as connection:
         # this is the worker's main process, which serves every other task, too
         connection.exec_driver_sql("SET LOCAL lock_timeout = '3s'")

@@ -13,7 +13,7 @@ ever leaves the wrapper here:
                                              Celery's state is REVOKED (`revocation.py`): acknowledged
     Reject(requeue=False)                    a defect of the message, or an error that nothing foresaw: it goes to the
                                              dead-letter queue
-    Ignore, Reject(requeue=True)             no answer from Postgres: it is back in the outbox or the queue (`parking.py`)
+    Ignore, Reject(requeue=True)             no answer from Postgres, or of `cell_of`: it is back in the outbox or the queue (`parking.py`)
 """
 
 from __future__ import annotations
@@ -180,6 +180,8 @@ class IdempotentTask(ControlledTask[P, R_co]):
 
     def _deliver(self, delivery: Delivery) -> Returned | Raised:
         try:
+            # by the application's function, which may be away as Postgres may: that is no fault of the message's
+            self._answer(delivery, partial(self.check_cell, delivery.id))
             varies = not delivery.is_eager and self.may_vary(delivery.headers)
             if (varies or delivery.eta is not None) and self._answer(delivery, partial(self._parked, delivery, varies)):
                 return Raised(Ignore())

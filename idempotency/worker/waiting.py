@@ -1,4 +1,4 @@
-"""Waiting for Postgres to answer about a delivery: the one rule for everything up to the answer to its claim.
+"""Waiting for Postgres to answer about a delivery, or for `cell_of`: the one rule for everything up to the answer to its claim.
 
 Only a defect of the message itself rejects it. A database that is away, a broken connection, a missing grant or table,
 a pooler, a bug of ours: none is the message's fault, and each may be over the next time. So the delivery waits,

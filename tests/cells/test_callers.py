@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from typing import Any
 
 import pytest
+from celery import Celery
 from sqlalchemy import Engine, text
 from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 from sqlalchemy.orm import Session
 
-from idempotency import Handle, OperationId, WrongCell, lookup, publish, runtime_for
+from idempotency import (
+    DeduplicatedTask,
+    Handle,
+    IdempotentTask,
+    OperationId,
+    WrongCell,
+    lookup,
+    publish,
+    runtime_for,
+)
 from idempotency.application import close_runtime, runtime_of, settings_of
 from idempotency.attempt.policy import Policy
 from idempotency.attempt.run import run
@@ -20,6 +31,7 @@ from idempotency.checks.findings import Level
 from idempotency.errors import OperationNotFound, ReplayRefused, SettingsError
 from idempotency.letters.consumer import DeadLetterConsumer
 from idempotency.letters.examine import examine
+from idempotency.operate import webhooks as operate_webhooks
 from idempotency.operate.change import Change
 from idempotency.operate.replay import replay
 from idempotency.relay.relay import Relay
@@ -27,11 +39,15 @@ from idempotency.relay.resend import resend_lost
 from idempotency.streams import StreamMessage, kafka, stream
 from idempotency.streams.preparing import Prepared, Refused, prepare
 from idempotency.testing.inline import Outbox
+from idempotency.webhooks.signing import Scheme
 from idempotency.wire.delivery import Delivery
 from tests.cells.conftest import Cells, Count, Serve
+from tests.cells.test_page import run_all
 from tests.support import celled
+from tests.support.bank import INSERT
 from tests.support.celled import app, deposit
 from tests.support.deliveries import Deliveries
+from tests.support.operators import ANN
 from tests.support.processes import eventually
 
 
@@ -364,3 +380,93 @@ def test_a_streams_message_for_a_tenant_of_another_cell_is_refused(serve: Serve)
     assert isinstance(found[1], Refused)
     assert found[1].reason == "other_cell"
     assert "tenant 'us-bolt' is of cell 'us'" in found[1].detail
+
+
+def test_a_deduplicated_task_for_a_tenant_of_another_cell_is_refused(serve: Serve, cells: Cells) -> None:
+    serve("eu")
+    app.conf.idempotency_store = cells["eu"]["redis_url"]
+
+    @app.task(name="callers.charge", base=DeduplicatedTask, bind=True, key="{id}", shared=False)
+    def task(self: Any, id: str) -> str:
+        return id
+
+    try:
+        with pytest.raises(WrongCell):
+            task.apply_async(("a1",), tenant="us-bolt")
+        with pytest.raises(WrongCell):
+            task.apply(("a1",), tenant="us-bolt")
+        assert task.apply(("a1",), tenant="eu-acme").get() == "a1"
+    finally:
+        app.tasks.pop("callers.charge")
+        app.conf.changes.pop("idempotency_store", None)
+
+
+def test_two_applications_in_one_process_have_runtimes_of_their_own(serve: Serve, cells: Cells) -> None:
+    serve(None)
+    other = Celery("celled", set_as_current=False)
+    other.conf.update({**app.conf.changes, "idempotency_cell": None})
+    mine, others = runtime_for(app, "eu-acme"), runtime_for(other, "eu-acme")
+    assert mine is not others
+    close_runtime(other)
+    assert others.is_closed
+    assert not mine.is_closed
+
+
+def test_a_caller_holds_no_more_connections_for_each_cell_than_the_page_says(serve: Serve) -> None:
+    serve(None)
+    for tenant in ("eu-acme", "us-bolt"):
+        runtime = runtime_for(app, tenant)
+        pools = [engine.pool for engine in runtime._engines]
+        kept = sum(getattr(pool, "size", lambda: 1)() for pool in pools)
+        most = kept + sum(getattr(pool, "_max_overflow", 0) for pool in pools)
+        assert most == 4 * runtime.settings.pool_size + 1
+        assert kept == 2 * runtime.settings.pool_size + 1
+
+
+def test_a_body_that_calls_for_a_tenant_of_another_cell_commits_nothing_and_has_another_attempt(
+    serve: Serve, cells: Cells, engines: dict[str, Engine], count: Count, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a deploy that changes `cell_of`, that one may be in a process which knows better."""
+    serve("eu")
+
+    @app.task(name="callers.crossing", base=IdempotentTask, bind=True, key="{account}", shared=False, max_attempts=2)
+    def crossing(self: Any, account: str) -> None:
+        self.session.execute(INSERT, {"account": account, "amount": 1})
+        deposit.using(tenant="us-bolt").enqueue(self.session, f"of {account}")
+
+    def found(key: str) -> tuple[str, int, str | None]:
+        with engines["eu"].connect() as connection:
+            query = text("SELECT status, attempts, error FROM idempotency.records WHERE key = :key")
+            row = connection.execute(query, {"key": key}).one()
+        return row.status, row.attempts, row.error
+
+    try:
+        Deliveries(app).deliver(crossing, "x", tenant="eu-acme")
+        assert (count("eu", "x"), count("us", "x")) == (0, 0)
+        assert found("x")[:2] == ("released", 1)
+        monkeypatch.setenv("MOVED", json.dumps({"us-bolt": "eu"}))  # as if by a process of the deploy
+        run_all(cells, "eu")
+        assert [count("eu", each) for each in ("x", "of x")] == [1, 1]
+        assert found("x")[:2] == ("completed", 2)
+        monkeypatch.delenv("MOVED")
+        for _ in range(2):
+            Deliveries(app).deliver(crossing, "y", tenant="eu-acme", origin="retry")
+            time.sleep(0.2)  # longer than the pause before the second attempt
+        status, attempts, error = found("y")
+        assert (status, attempts, json.loads(error or "")["code"]) == ("failed", 2, "attempts_exhausted")
+        assert "tenant 'us-bolt' is of cell 'us'" in json.loads(error or "")["message"]
+        assert (count("eu", "y"), count("us", "y")) == (0, 0)
+    finally:
+        app.tasks.pop("callers.crossing")
+
+
+def test_an_endpoint_for_webhooks_of_a_tenant_of_another_cell_is_refused(
+    serve: Serve, engines: dict[str, Engine]
+) -> None:
+    serve("eu")
+    with pytest.raises(WrongCell, match="tenant 'us-bolt' is of cell 'us'"):
+        operate_webhooks.add_endpoint(
+            runtime_of(app), ANN, "us-bolt", url="https://example.com/hook", events=["*"], scheme=Scheme.SHARED
+        )
+    with engines["eu"].connect() as connection:
+        assert connection.execute(text("SELECT count(*) FROM idempotency.webhook_endpoints")).scalar_one() == 0

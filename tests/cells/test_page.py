@@ -34,15 +34,20 @@ def moving(text: str) -> str:
     return text.replace("'acme'", "'eu-acme'")
 
 
-def close(cells: Cells) -> None:
-    (script,) = blocks(PAGE, "sql")
-    with psycopg.connect(plain(cells, "eu"), autocommit=True) as connection:
+def run_sql(cells: Cells, cell: str, name: str, options: str = "") -> None:
+    """One of the page's scripts, by what it does: close, delete or open."""
+    script = dict(zip(("close", "delete", "open"), blocks(PAGE, "sql"), strict=True))[name]
+    with psycopg.connect(plain(cells, cell), autocommit=True, options=options) as connection:
         connection.execute(moving(script))
 
 
-def copy(cells: Cells) -> None:
+def close(cells: Cells, cell: str = "eu") -> None:
+    run_sql(cells, cell, "close")
+
+
+def copy(cells: Cells, old: str = "eu", new: str = "us") -> None:
     (script,) = blocks(PAGE, "sh")
-    environment = {**os.environ, "OLD": plain(cells, "eu"), "NEW": plain(cells, "us")}
+    environment = {**os.environ, "OLD": plain(cells, old), "NEW": plain(cells, new)}
     done = subprocess.run(
         ["bash", "-c", moving(script)], env=environment, capture_output=True, text=True, timeout=60, check=False
     )
