@@ -22,6 +22,7 @@ from idempotency import (
     lookup,
     publish,
     runtime_for,
+    use_cells,
 )
 from idempotency.application import close_runtime, runtime_of, settings_of
 from idempotency.attempt.policy import Policy
@@ -470,3 +471,41 @@ def test_an_endpoint_for_webhooks_of_a_tenant_of_another_cell_is_refused(
         )
     with engines["eu"].connect() as connection:
         assert connection.execute(text("SELECT count(*) FROM idempotency.webhook_endpoints")).scalar_one() == 0
+
+
+def test_with_a_namespace_of_celerys(cells: Cells, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("IDEMPOTENCY_CELL", "us")
+    made = Celery("namespaced", set_as_current=False)
+    given = {"CELERY_IDEMPOTENCY_CELLS": cells, "CELERY_IDEMPOTENCY_CELL_OF": {"a": "us", "us-house": "us"}}
+    made.config_from_object(given, namespace="CELERY")
+    use_cells(made)
+    assert made.conf.broker_url == cells["us"]["broker_url"]
+    assert runtime_for(made, "a").settings.cell == "us"
+    close_runtime(made)
+    monkeypatch.delenv("IDEMPOTENCY_CELL")
+    use_cells(made)
+    assert runtime_for(made, "a").settings.cell == "us"
+    close_runtime(made)
+
+
+def test_a_letter_whose_tenant_cannot_be_told_does_not_hold_up_the_others(
+    serve: Serve, engines: dict[str, Engine]
+) -> None:
+    serve("eu")
+    consumer = DeadLetterConsumer(app)
+    consumer._connect()
+    fingerprint = deposit._checked(("a1",), {}, "a1", "eu-acme")[1]["idempotency-fingerprint"]
+    with app.connection_for_write() as broker:
+        producer = broker.Producer()
+        for tenant in ("broken", "us-bolt"):
+            headers = {"task": "deposit", "id": tenant, "idempotency-key": "a1", "idempotency-tenant": tenant}
+            headers |= {"idempotency-fingerprint": fingerprint}
+            producer.publish([["a1"], {}, {}], routing_key="deposits.dead_letters", headers=headers, serializer="json")
+
+    def reasons() -> list[tuple[str, str]]:
+        with engines["eu"].connect() as connection:
+            rows = connection.execute(text("SELECT tenant, reason FROM idempotency.dead_letters ORDER BY id"))
+            return [(row.tenant, row.reason) for row in rows]
+
+    eventually(lambda: (consumer.run_once() and False) or ("us-bolt", "other_cell") in reasons(), timeout=20)
+    consumer.close()
