@@ -119,7 +119,7 @@ def test_money_that_no_one_may_touch_is_a_warning(
 
     assert warned() == []
     monkeypatch.setattr(configured.tasks[bank_module.deposit.name], "moves_money", True)
-    assert warned() == [f"none has a valid token, and 1 tasks move money ({bank_module.deposit.name}, for one)"]
+    assert warned() == [f"none has a valid token, and 1 task moves money ({bank_module.deposit.name}, for one)"]
     with engine.connect() as connection:
         people.add(connection, "ann", "admin", token_hash="a" * 64, days=1)
     assert warned() == []

@@ -166,7 +166,7 @@ def test_the_timeline_has_everything_in_order(stage: Stage, run: Run, returning:
         == ["discarded", "open"] + ["replayed"] * 2
     )
     assert "undone because of no_shop.make: shop.make refuses bad" in answer.out
-    assert re.search(r"shop.void \S+/r1/undo charge: completed, attempts 1", answer.out)
+    assert re.search(r"shop.void \S+/r1/undo charge: completed, 1 attempt", answer.out)
 
 
 def test_results_and_data_are_shown_only_on_request(stage: Stage, run: Run, begun: Any) -> None:
