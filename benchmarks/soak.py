@@ -13,6 +13,7 @@ minute or so. Postgres keeps its count of dead rows in no standby: it begins ane
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -25,7 +26,7 @@ from itertools import pairwise
 from math import sqrt
 from pathlib import Path
 from statistics import linear_regression, mean
-from typing import Annotated, TypeVar
+from typing import Annotated, NoReturn, TypeVar
 
 import psutil
 import redis
@@ -222,6 +223,8 @@ def main(
     ] = None,
 ) -> None:
     """Run so many operations, and print the slope of each quantity."""
+    # however this process is asked to end, the worker and the relay end with it
+    signal.signal(signal.SIGTERM, _interrupt)
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         failovers: Failovers | None = None
@@ -365,6 +368,10 @@ def _show(series: dict[str, Series]) -> Rising:
         table.add_row(name, f"{first:.1f}", f"{each.values[-1]:.1f}", *shown)
     console.print(table)
     return Rising(names, slopes)
+
+
+def _interrupt(*_: object) -> NoReturn:
+    raise KeyboardInterrupt
 
 
 def _started(command: list[str], log: Path) -> subprocess.Popen[bytes]:
