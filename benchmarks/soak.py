@@ -13,6 +13,7 @@ minute or so. Postgres keeps its count of dead rows in no standby: it begins ane
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -21,10 +22,11 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from math import sqrt
 from pathlib import Path
 from statistics import linear_regression, mean
-from typing import Annotated, TypeVar
+from typing import Annotated, NoReturn, TypeVar
 
 import psutil
 import redis
@@ -58,6 +60,8 @@ STUCK = 180.0
 WARM = 1 / 3
 # What counts as a rise.
 ERRORS, SHARE = 3.0, 0.05
+# Of two residuals that follow each other, as far as it counts: then twenty samples are worth one.
+MOST_CORRELATED = 0.9
 MB = 1024 * 1024
 
 NOTHING_WRONG = "lost=0 doubled=0"
@@ -92,14 +96,21 @@ class Series:
         self.values.append(value)
 
     def slope(self) -> tuple[float, float]:
-        """By least squares, after the warm-up, and its standard error: units per million operations."""
+        """By least squares, after the warm-up, and its standard error: units per million operations.
+
+        What rises and falls over many samples, as dead rows do between two vacuums, says less than as many samples that
+        know nothing of each other: the error grows with the correlation of each residual with the next one.
+        """
         done, values = self._counted()
         if len(done) < 4:
             return 0.0, float("inf")
         slope, intercept = linear_regression(done, values)
-        residual = sum((y - slope * x - intercept) ** 2 for x, y in zip(done, values, strict=True))
+        residuals = [y - slope * x - intercept for x, y in zip(done, values, strict=True)]
+        squares = sum(each**2 for each in residuals)
         spread = sum((x - mean(done)) ** 2 for x in done)
-        return slope, sqrt(residual / (len(done) - 2) / spread)
+        following = sum(former * later for former, later in pairwise(residuals)) / squares if squares else 0.0
+        correlation = min(max(following, 0.0), MOST_CORRELATED)
+        return slope, sqrt(squares / (len(done) - 2) / spread * (1 + correlation) / (1 - correlation))
 
     def rises(self) -> bool:
         done, values = self._counted()
@@ -212,6 +223,8 @@ def main(
     ] = None,
 ) -> None:
     """Run so many operations, and print the slope of each quantity."""
+    # however this process is asked to end, the worker and the relay end with it
+    signal.signal(signal.SIGTERM, _interrupt)
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         failovers: Failovers | None = None
@@ -355,6 +368,10 @@ def _show(series: dict[str, Series]) -> Rising:
         table.add_row(name, f"{first:.1f}", f"{each.values[-1]:.1f}", *shown)
     console.print(table)
     return Rising(names, slopes)
+
+
+def _interrupt(*_: object) -> NoReturn:
+    raise KeyboardInterrupt
 
 
 def _started(command: list[str], log: Path) -> subprocess.Popen[bytes]:

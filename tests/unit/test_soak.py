@@ -46,3 +46,11 @@ def test_one_more_connection_does_not_rise_and_several_do() -> None:
         for sample in range(1, 101):
             series.add(sample * 10_000, 10.0 + more * (sample > 66))
         assert series.rises() is rises
+
+
+@pytest.mark.parametrize(("per_million", "rises"), [(0.0, False), (400.0, True)])
+def test_what_falls_now_and_then_rises_only_if_it_does_so_beyond_that(per_million: float, rises: bool) -> None:
+    series = Series("rows")
+    for sample in range(1, 101):
+        series.add(sample * 10_000, 100.0 + 2.0 * ((sample + 22) % 56) + per_million * sample / 100)
+    assert series.rises() is rises
