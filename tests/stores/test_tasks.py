@@ -489,7 +489,7 @@ def test_an_eager_call_of_what_runs_is_refused(shop: Celery) -> None:
         return "done"
 
     task = make(shop, body, key="{account}")
-    shop.conf.idempotency_lease, shop.conf.idempotency_heartbeat = 2.0, 0.2
+    shop.conf.idempotency_lease, shop.conf.idempotency_heartbeat = 3.0, 1.0
     close_store_runtimes(shop)
     assert task.apply((new_key(),), throw=True).get() == "done"
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from uuid import uuid4
 
+import psycopg
 import pytest
+from psycopg import sql
 
 from services import cluster
 from services.cluster_postgres import PostgresPair
+from services.postgres import plain_address
 from tests.support import bank
 
 
@@ -32,7 +35,9 @@ def fixture_database(pair: PostgresPair, template: str) -> Iterator[str]:
     """The address, by both hosts, of a fresh database. The pair is whole at the end, whatever the test has done."""
     name = f"test_{uuid4().hex[:12]}"
     assert pair.is_whole
-    pair.primary.execute(f"CREATE DATABASE {name} TEMPLATE {template} OWNER deployer")
+    # a commit that waits for the standby, which `execute` does not: a test may kill the primary at once
+    with psycopg.connect(plain_address(pair.primary.url), autocommit=True) as connection:
+        connection.execute(sql.SQL("CREATE DATABASE {} TEMPLATE {}").format(sql.Identifier(name), sql.Identifier(template)))
     yield pair.url(name)
     pair.primary.start()
     pair.require_standby(True)
