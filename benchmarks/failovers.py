@@ -18,8 +18,8 @@ MENDED_WITHIN = 240.0
 class Failovers:
     """A thread that brings one about after each pause, until `stop`. `done`: how many of each kind; `failed`: what did not end well."""
 
-    def __init__(self, cluster: Cluster, queue: str, pause: float) -> None:
-        self._cluster, self._queue, self._pause = cluster, queue, pause
+    def __init__(self, cluster: Cluster, queue: str, database: str, pause: float) -> None:
+        self._cluster, self._queue, self._database, self._pause = cluster, queue, database, pause
         self._kinds = (self.leader, self.standby, self.sentinel)
         self.done: Counter[str] = Counter()
         self.failed: list[str] = []
@@ -56,10 +56,10 @@ class Failovers:
         trio.mend(MENDED_WITHIN)
 
     def standby(self) -> None:
-        """The primary of Postgres dies, its standby is promoted, and a new one is built."""
+        """The primary of Postgres dies, its standby is promoted and gets its ANALYZE, and a new one is built (docs/cluster.md)."""
         pair = self._cluster.postgres
         pair.primary.kill()
-        pair.promote()
+        pair.promote().execute("ANALYZE", database=self._database)
         pair.rebuild()
 
     def sentinel(self) -> None:

@@ -7,7 +7,7 @@ it would add in that time is more than a twentieth of it: then the exit status i
 done twice.
 
 `CLUSTER=1`: through three RabbitMQ nodes, a Postgres with a standby and Redis behind Sentinel, of which one fails over every
-minute or so. Postgres keeps its count of dead rows in no standby: it begins anew with each promotion.
+minute or so. Postgres keeps its count of dead rows in no standby: it begins anew with each promotion, with an ANALYZE.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from services import ServiceError, cluster
 from .failovers import Failovers
 
 T = TypeVar("T")
-QUEUE = "unique"
+QUEUE, DATABASE = "unique", "soak"
 console = Console()
 SAMPLES = 100
 # Accepted and not carried out, at most; accepted by one commit.
@@ -230,8 +230,8 @@ def main(
         failovers: Failovers | None = None
         if clustered:
             servers = stack.enter_context(cluster.running())
-            failovers = Failovers(servers, QUEUE, pause)
-            address = servers.postgres.create_database("soak")
+            failovers = Failovers(servers, QUEUE, DATABASE, pause)
+            address = servers.postgres.create_database(DATABASE)
             os.environ.update(servers.environment() | {"DATABASE_URL": address})
             redis_url = failovers.redis_url
         else:

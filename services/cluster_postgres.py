@@ -61,9 +61,10 @@ class PostgresNode(Postgres):
         )
         unfinished.rename(self.data)
 
-    def execute(self, statement: str) -> list[tuple[object, ...]]:
-        """Run a statement as the superuser, outside a transaction."""
-        with psycopg.connect(plain_address(self.superuser_url()), autocommit=True, connect_timeout=2) as connection:
+    def execute(self, statement: str, database: str = "postgres") -> list[tuple[object, ...]]:
+        """Run a statement as the superuser, outside a transaction. It is not waited for until a standby has it."""
+        address = plain_address(self.superuser_url(database))
+        with psycopg.connect(address, autocommit=True, connect_timeout=2) as connection:
             # to change a setting waits for no standby
             connection.execute("SET synchronous_commit = local")
             cursor = connection.execute(sql.SQL(statement))

@@ -22,7 +22,7 @@ from ..store.home import IDENTITY
 from .clock import check_clock
 from .findings import Finding, Level, ok, refusal, warning
 from .partitions import check_partitions
-from .standbys import check_standbys
+from .standbys import check_counts, check_standbys
 from .unreachable import TIMEOUT
 
 # gen_random_uuid() without an extension
@@ -71,6 +71,7 @@ def _check_database(given: Settings) -> list[Finding]:
         if any(each.subject == f"{RIGHTS_ON} schema {schema.SCHEMA}" for each in findings):
             return findings  # what follows would be refused
         findings += [*_wall(connection), *_frameworks(connection), *_role(connection), *_path(connection)]
+        findings += check_counts(connection)
         if all(each.level is Level.OK for each in findings if each.subject.startswith("database schema")):
             findings += check_partitions(connection, given)
     if any(finding.subject == "database default_transaction_isolation" for finding in findings):

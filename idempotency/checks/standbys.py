@@ -11,12 +11,15 @@ from psycopg.pq import Conninfo
 from sqlalchemy import Connection, text
 
 from ..settings import Settings
+from ..store import schema
 from ..store.connections import login
 from .findings import Finding, ok, refusal, warning
 from .unreachable import TIMEOUT
 
 HOSTS = "database hosts"
 STANDBYS = "database standbys"
+# Rows of a table from which a vacuum that does not come is missed.
+MANY = 10_000
 # What makes libpq pass over a standby, and what else an address may say.
 WRITABLE = ("read-write", "primary")
 # What a commit has to have reached before it is answered, by synchronous_commit, with a synchronous standby connected.
@@ -33,6 +36,12 @@ SELECT current_setting('synchronous_standby_names') AS names,
        count(*) FILTER (WHERE sync_state IN ('sync', 'quorum')) AS synchronous,
        count(*) FILTER (WHERE sync_state IS NULL) AS hidden
 FROM pg_stat_replication
+""")
+# What vacuum and ANALYZE write into pg_class is replicated; when they last came, and what has changed since, is not.
+_UNCOUNTED = text("""
+SELECT count(*) FROM pg_class c JOIN pg_stat_all_tables s ON s.relid = c.oid
+WHERE c.relnamespace = CAST(:schema AS regnamespace) AND c.reltuples >= :many
+  AND coalesce(s.last_vacuum, s.last_autovacuum, s.last_analyze, s.last_autoanalyze) IS NULL
 """)
 _SERVER = """
 SELECT (SELECT system_identifier::text FROM pg_control_system()),
@@ -62,6 +71,16 @@ def check_standbys(connection: Connection) -> list[Finding]:
     else:
         findings.append(ok(STANDBYS, f"{row.standbys} connected, {row.synchronous} synchronous"))
     return findings
+
+
+def check_counts(connection: Connection) -> list[Finding]:
+    """Whether autovacuum knows what there is to do: a promotion and a crash reset what it counts."""
+    if not connection.execute(_UNCOUNTED, {"schema": schema.SCHEMA, "many": MANY}).scalar_one():
+        return []
+    advice = (
+        "autovacuum comes late, and tables grow meanwhile: run ANALYZE in this database as its owner (docs/cluster.md)"
+    )
+    return [warning("database statistics", "none since a promotion or a crash", advice)]
 
 
 def check_hosts(given: Settings) -> list[Finding]:

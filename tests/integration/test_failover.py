@@ -12,7 +12,7 @@ import psycopg
 import pytest
 from celery import Celery
 from redis import Redis
-from sqlalchemy import Engine, create_engine
+from sqlalchemy import Engine, create_engine, text
 from sqlalchemy.engine import make_url
 from sqlalchemy.orm import Session
 
@@ -25,7 +25,7 @@ from idempotency.broker.publisher import Publisher
 from idempotency.checks.broker import check_broker
 from idempotency.checks.findings import Level
 from idempotency.checks.redis import check_redis
-from idempotency.checks.standbys import check_hosts, check_standbys
+from idempotency.checks.standbys import check_counts, check_hosts, check_standbys
 from idempotency.errors import BrokerUnavailable
 from idempotency.letters.consumer import DeadLetterConsumer
 from idempotency.relay.relay import Relay
@@ -103,6 +103,29 @@ def test_the_doctor_says_what_a_failover_would_lose(pair: PostgresPair, bank: Ce
         "database hosts: 1 of 2 answer; nothing can take over from the others; check it",
     }
     eventually(lambda: found(pair, bank) == expected, what=f"{expected}")
+
+
+def test_the_doctor_says_that_a_promotion_has_reset_what_autovacuum_counts(
+    pair: PostgresPair, deliveries: Deliveries, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("idempotency.checks.standbys.MANY", 1)
+    deliveries.deliver(bank_module.deposit, "one")
+
+    def counts() -> list[str]:
+        with engine.connect() as connection:
+            return [f"{each.subject}: {each.found}" for each in check_counts(connection)]
+
+    def analyze() -> None:
+        with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
+            connection.execute(text("ANALYZE"))
+
+    analyze()
+    assert counts() == []
+    fail_over(pair)
+    engine.dispose()
+    assert counts() == ["database statistics: none since a promotion or a crash"]
+    analyze()
+    assert counts() == []
 
 
 @pytest.mark.parametrize(
