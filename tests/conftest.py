@@ -241,6 +241,7 @@ def bank(environment: dict[str, str]) -> Iterator[Celery]:
     """
     from tests.support import bank
 
+    settings = dict(bank.app.conf.changes)
     bank.configure(environment)
     # Celery shares the tasks of all applications of a process; whether those of the example are here depends on the order.
     for name in [name for name, task in bank.app.tasks.items() if task.__module__.partition(".")[0] == "tasks"]:
@@ -251,6 +252,8 @@ def bank(environment: dict[str, str]) -> Iterator[Celery]:
         bank.app.tasks.pop(name)
     events._expected[bank.app] = expected
     close_runtime(bank.app)
+    bank.app.conf.changes.clear()
+    bank.app.conf.changes.update(settings)
     delete_queue(environment)
     kombu.pools.reset()
 

@@ -31,6 +31,8 @@ def make_streaming(
     servers: services.Services, kafka_cluster: KafkaCluster, environment: dict[str, str], engine: Engine
 ) -> Iterator[Make]:
     """Makes a stream and what handles it; `apart`: in a database and a directory of its own, so that there may be several."""
+    # a service, a standby's lag and Kafka's address, which bank.configure leaves as they are
+    before = dict(bank.app.conf.changes)
     made: list[Streaming] = []
     databases: list[tuple[str, Engine]] = []
 
@@ -58,6 +60,8 @@ def make_streaming(
         each.close()
         each.broker.close()
     close_runtime(bank.app)
+    bank.app.conf.changes.clear()
+    bank.app.conf.changes.update(before)
     for name, its_engine in databases:
         its_engine.dispose()
         servers.drop_database(name)
