@@ -44,6 +44,7 @@ from ..store.statements import ERROR_LIMIT, describe, sqlstate
 from ..wire import results
 from ..wire.delivery import EffectOutcome, Operation
 from ..wire.keys import OperationId
+from .exits import exits_are_errors
 from .session import sessions_of
 
 OnFailed = Callable[[Session, Operation, PermanentError], object]
@@ -223,7 +224,7 @@ def _run(connection: Connection, part: Callable[[Session], object]) -> str | Non
     transaction = connection.exec_driver_sql(_BEGIN_PART).scalar_one()
     session = sessions_of(connection).within(connection)
     try:
-        with framework().joined(lambda: session, ends=False):
+        with exits_are_errors(), framework().joined(lambda: session, ends=False):
             part(session)
         session.flush()
         # Check deferred constraints now: a violation rolls back this part, and not the end as it would at COMMIT.

@@ -137,7 +137,8 @@ SELECT (SELECT count(*) FROM purged)""",
 )
 
 # Only closed letters; open ones stay forever. So does, while its operation may be replayed, one that says that a saga has used
-# the operation, or that a person has undone it. The request to discard a letter is deleted with it.
+# the operation, or that a person has undone it; and, until its operation has ended, one of a stream: opened again, it is run from
+# what its letter has kept, which nothing else has. The request to discard a letter is deleted with it.
 LETTERS = Sweep(
     "purge_letters",
     table="dead_letters",
@@ -145,7 +146,10 @@ LETTERS = Sweep(
     due="""r.status <> 'open' AND r.closed_at < (SELECT clock_timestamp() - make_interval(secs => %(retention)s))
       AND (r.consumer_service = %(service)s) IS NOT FALSE
       AND (r.used_by IS NULL OR (SELECT true FROM idempotency.records p
-           WHERE p.tenant = r.tenant AND p.task = r.task AND p.key = r.key AND p.status <> 'completed' LIMIT 1) IS NULL)""",
+           WHERE p.tenant = r.tenant AND p.task = r.task AND p.key = r.key AND p.status <> 'completed' LIMIT 1) IS NULL)
+      AND (NOT starts_with(r.task, 'stream.') OR (SELECT true FROM idempotency.records p
+           WHERE p.tenant = r.tenant AND p.task = r.task AND p.key = r.key AND p.status NOT IN ('completed', 'failed') LIMIT 1)
+           IS NULL) IS NOT FALSE""",
     order="r.closed_at",
     one="r.id = %(id)s",
     id="r.id::text",

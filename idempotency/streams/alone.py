@@ -9,6 +9,7 @@ from typing import Any
 
 from ..attempt.attempt import Attempt
 from ..attempt.endings import Waiting
+from ..attempt.exits import exits_are_errors
 from ..attempt.policy import Policy
 from ..attempt.run import Outcome, run
 from ..attempt.runtime import Runtime
@@ -16,7 +17,7 @@ from ..observe.crash_points import crash_point
 from ..store import streams
 from ..store.streams import PartitionLost
 from .declaring import Stream
-from .handling import Handling, exits_are_errors
+from .handling import Handling
 from .partition import Partition
 from .preparing import Prepared
 

@@ -8,17 +8,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from sqlalchemy.orm import Session
-
 from ..attempt.conclusions import OnFailed
 from ..attempt.policy import Policy
-from ..errors import CallRefused, MissingKey, PermanentError, SettingsError
+from ..errors import CallRefused, MissingKey, SettingsError
 from ..settings import Settings
 from ..wire import keys
-from ..wire.delivery import Delivery, Operation
+from ..wire.delivery import Delivery
 from ..wire.keys import OperationId
 from ..wire.limits import BODY_DEPTH
-from .handling import Handling, exits_are_errors
+from .handling import Handling
 from .message import StreamMessage
 from .naming import Naming, naming
 from .sources import KafkaTopics, RabbitStream, Source
@@ -69,17 +67,12 @@ class Stream:
             self.retention_failed or settings.retention_failed,
             settings.provider_key_retention,
             permanent_errors=self.permanent_errors,
-            on_failed=None if self.on_failed is None else self._on_failed,
+            on_failed=self.on_failed,
         )
 
     def event(self, message: StreamMessage) -> Any:
         """What is in a message; None for one without a value. Raises what `decode` raises."""
         return None if message.value is None else self.decode(message.value)
-
-    def _on_failed(self, session: Session, operation: Operation, error: PermanentError) -> object:
-        assert self.on_failed is not None
-        with exits_are_errors():
-            return self.on_failed(session, operation, error)
 
     def delivery(self, event: Any, message: StreamMessage, settings: Settings) -> Delivery:
         """The operation that a message is for. Raises `MissingKey`, `InvalidKey` and what a function for the key raises."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 from ..attempt.attempt import Attempt
@@ -11,19 +10,6 @@ from ..attempt.conclusions import Undo
 from ..attempt.effects import Reconcile
 from ..attempt.session import AttemptSession
 from .message import StreamMessage
-
-
-class Exited(Exception):
-    """A stream's own function has called `sys.exit`, which would end the process with every message that it has."""
-
-
-@contextmanager
-def exits_are_errors() -> Iterator[None]:
-    """Within the block, `sys.exit` is an error like any other. Raises `Exited`."""
-    try:
-        yield
-    except SystemExit as error:
-        raise Exited(f"SystemExit: {error.code}") from error
 
 
 class Handling:

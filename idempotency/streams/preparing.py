@@ -6,13 +6,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..attempt.exits import Exited, exits_are_errors
 from ..errors import InvalidKey, MissingKey, SettingsError, WrongCell
 from ..reasons import OTHER_CELL
 from ..settings import Settings
 from ..store.statements import describe
 from ..wire.delivery import Delivery
 from .declaring import Stream
-from .handling import Exited, exits_are_errors
 from .message import StreamMessage
 
 

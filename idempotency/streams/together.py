@@ -10,10 +10,13 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from sqlalchemy import Connection
 
+from ..attempt.attempt import Attempt
 from ..attempt.batch import BatchedAttempt, run_within
+from ..attempt.exits import exits_are_errors
 from ..attempt.policy import Policy
 from ..attempt.runtime import Runtime
 from ..observe import metrics
@@ -102,16 +105,16 @@ def _run(
 ) -> str:
     """Run the body of one message; returns its result as text. Raises `NotTogether`."""
     attempt = UnclaimedAttempt(runtime, prepared, policy)
+
+    def body(attempt: Attempt) -> Any:
+        with exits_are_errors():
+            return stream.handler(Handling(attempt, prepared.message), prepared.event)
+
     try:
-        _, stored = run_within(
-            runtime,
-            connection,
-            attempt,
-            lambda attempt: stream.handler(Handling(attempt, prepared.message), prepared.event),
-        )
-    except KeyboardInterrupt:
+        _, stored = run_within(runtime, connection, attempt, body)
+    except (SystemExit, KeyboardInterrupt):  # a signal's: none that the handler has raised comes so far
         raise
-    except BaseException as error:  # SystemExit, too: it is the handler's, and ends no process
+    except BaseException as error:
         # also for an error of the connection: with a transaction of its own, each message shows whether it was the cause
         raise NotTogether(place, by_nature=attempt.stopped) from error
     return stored
