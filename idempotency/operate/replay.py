@@ -13,7 +13,6 @@ from sqlalchemy import Connection, Row
 
 from ..application import runtime_of
 from ..errors import NotAuthenticated, ReplayRefused, WrongCell
-from ..framework import framework
 from ..reasons import ALTERED, CANCELLED, FOUND_BY_US, REVOKED, UNHANDLED, UNSIGNED
 from ..settings import Settings
 from ..store import (
@@ -23,16 +22,14 @@ from ..store import (
     letter_operations,
     operations,
     saga_changes,
-    stream_letters,
     webhook_letters,
 )
 from ..store.statements import repeatable
-from ..streams.declaring import TASK_PREFIX, stream_of
-from ..streams.reopened import same_operation
 from ..wire.keys import OperationId
 from ..wire.signing import signed_at
 from .change import Change, audit, called, repeated
 from .money import NEEDS_TOKEN, letters_move_money
+from .replay_stream import check_has_message, is_refused, open_refused
 
 BY_PERSON = (CANCELLED, REVOKED)
 
@@ -93,7 +90,7 @@ def replay(app: Celery, letter: int, change: Change, *, confirmed: Collection[To
         _check_signature(connection, letter, runtime.settings)
         _check_not_erased(connection, letter)
         _check_cell(connection, letter, runtime.settings)
-        _check_has_message(connection, letter, runtime.settings)
+        check_has_message(connection, letter, runtime.settings)
         _reopen_webhook(connection, letter)
         details: dict[str, Any] = {"dead_letter": letter}
         if (stopped := saga_changes.stopped_by(connection, letter)) is not None:
@@ -104,6 +101,8 @@ def replay(app: Celery, letter: int, change: Change, *, confirmed: Collection[To
                     connection, replace(change, request_id=None), "replay", undo, None, details={"dead_letter": other}
                 )
             id, details = stopped, details | {"dead_letters": list(retried.letters), "waits_for": retried.waits_for}
+        elif is_refused(row := dead_letters.show(connection, letter)):
+            id = open_refused(connection, runtime, row)
         else:
             caller = saga_changes.lock_caller(connection, letter)
             _check_confirmed(connection, letter, confirmed)
@@ -112,8 +111,8 @@ def replay(app: Celery, letter: int, change: Change, *, confirmed: Collection[To
             if used is not None and not saga_changes.await_again(connection, id, caller):
                 _check_only_finishes(letter, used)
                 saga_changes.only_finish(connection, id)
-        row = operations.read_locked(connection, id)
-        audit(connection, change, "replay", id, row, details=details)
+        record = operations.read_locked(connection, id)
+        audit(connection, change, "replay", id, record, details=details)
     return id
 
 
@@ -178,25 +177,6 @@ def _check_cell(connection: Connection, letter: int, settings: Settings) -> None
         raise ReplayRefused(
             f"dead letter {letter}: {refused}; call its task in that cell, or discard the letter"
         ) from None
-
-
-def _check_has_message(connection: Connection, letter: int, settings: Settings) -> None:
-    """Raise `ReplayRefused` for a message of a stream that a person has cancelled, and that its stream has not come to since.
-
-    Also for one that this application's code takes for another operation by now, or for none: nothing would run it.
-    """
-    row = dead_letters.show(connection, letter)
-    if row.source != "operation" or not (row.task or "").startswith(TASK_PREFIX):
-        return
-    if row.headers == stream_letters.WITHOUT_MESSAGE:
-        raise ReplayRefused(
-            f"dead letter {letter}: its message is not known yet; `{framework().command} stream` adds it when it comes there"
-        )
-    if (stream := stream_of(row.task)) is None:
-        return
-    found = same_operation(stream, OperationId(row.tenant, row.task, row.key), row.headers or "", settings)
-    if isinstance(found, str):
-        raise ReplayRefused(f"dead letter {letter}: to the present code of {row.task}, {found}; nothing would run it")
 
 
 def _reopen_webhook(connection: Connection, letter: int) -> None:

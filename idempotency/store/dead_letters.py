@@ -70,10 +70,12 @@ FROM idempotency.dead_letters d WHERE d.id = %(id)s
 """
 
 _OPEN_LETTER = """
-SELECT max(id) FROM idempotency.dead_letters
+SELECT max(id) FROM idempotency.dead_letters d
 WHERE (tenant, task, key) = (%(tenant)s, %(task)s, %(key)s) AND status = 'open'
-  -- of another request: replaying it does not help this operation
-  AND reason NOT IN ('fingerprint_mismatch', 'service_mismatch')
+  -- of another request: replaying it does not help this operation, unless the application's own error has had that code
+  AND (reason NOT IN ('fingerprint_mismatch', 'service_mismatch') OR EXISTS (
+       SELECT FROM idempotency.records r WHERE (r.tenant, r.task, r.key, r.generation) = (d.tenant, d.task, d.key, d.generation)
+         AND r.fingerprint = d.fingerprint AND r.error_code = d.reason))
 """
 
 # By everyone who changes both: the record before its letters, one of which may have the task's name in its header alone.

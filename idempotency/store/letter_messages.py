@@ -31,7 +31,7 @@ def sent_for(app: Celery | None, letter: int, row: Row[Any]) -> tuple[OperationI
 
     `row`: of the letter. Raises `ReplayRefused` for one whose message can never be sent, whatever has become of its operation.
     """
-    if row.reason == BEYOND_LIMIT:
+    if row.reason == BEYOND_LIMIT and row.fingerprint is None:  # or an operation has ended by an error with that code
         raise ReplayRefused(f"dead letter {letter}: {NEVER[BEYOND_LIMIT]}")
     named = OperationId(row.tenant, row.task, row.key), row.fingerprint
     id, fingerprint = _operation_of(app, letter, row) if row.fingerprint is None else named

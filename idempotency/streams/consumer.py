@@ -243,11 +243,11 @@ class Consumer:
                 else:
                     partition.wait_for_attempt(due_in, look=STOPPED_PAUSE)
             case Mismatch(generation=generation):
-                refused = Refused(prepared.message, "fingerprint_mismatch", "")
-                self._refuse(partition, refused, goes_on=True, prepared=prepared, generation=generation)
+                refused = Refused(prepared.message, "fingerprint_mismatch", "", prepared.delivery)
+                self._refuse(partition, refused, goes_on=True, generation=generation)
             case Foreign(generation=generation, service=service):
-                refused = Refused(prepared.message, "service_mismatch", service)
-                self._refuse(partition, refused, goes_on=True, prepared=prepared, generation=generation)
+                refused = Refused(prepared.message, "service_mismatch", service, prepared.delivery)
+                self._refuse(partition, refused, goes_on=True, generation=generation)
             case Ended():
                 self._failed(partition, prepared, to)
             case Failed():
@@ -286,25 +286,8 @@ class Consumer:
         partition.moved(to)
         self._count(counted_as)
 
-    def _refuse(
-        self,
-        partition: Partition,
-        refused: Refused,
-        *,
-        goes_on: bool,
-        prepared: Prepared | None = None,
-        generation: int | None = None,
-    ) -> None:
-        passes = refuse(
-            self._runtime,
-            self.stream,
-            partition,
-            refused,
-            goes_on=goes_on,
-            delivery=None if prepared is None else prepared.delivery,
-            generation=generation,
-        )
-        if passes:
+    def _refuse(self, partition: Partition, refused: Refused, *, goes_on: bool, generation: int | None = None) -> None:
+        if refuse(self._runtime, self.stream, partition, refused, goes_on=goes_on, generation=generation):
             partition.moved(refused.message.offset + 1)
             self._count("refused")
         else:

@@ -32,6 +32,8 @@ class Refused:
     message: StreamMessage
     reason: str
     detail: str
+    # The operation that it is for, if that is known.
+    delivery: Delivery | None = None
 
 
 def prepare(stream: Stream, message: StreamMessage, settings: Settings) -> Prepared | Refused:
@@ -59,7 +61,7 @@ def prepare(stream: Stream, message: StreamMessage, settings: Settings) -> Prepa
         with exits_are_errors():
             settings.check_cell(delivery.id.tenant)
     except WrongCell as error:
-        return Refused(message, OTHER_CELL, str(error))
+        return Refused(message, OTHER_CELL, str(error), delivery)
     except Exited as error:
         raise SettingsError(f"idempotency_cell_of: {error}") from error
     return Prepared(message, event, delivery)

@@ -12,7 +12,6 @@ from ..store.answers import error_text
 from ..store.letters import BrokerLetter
 from ..store.streams import PartitionLost
 from ..text import storable
-from ..wire.delivery import Delivery
 from .declaring import Stream
 from .message import VALUE_KEPT
 from .partition import Partition
@@ -37,20 +36,19 @@ def refuse(
     refused: Refused,
     *,
     goes_on: bool,
-    delivery: Delivery | None = None,
     generation: int | None = None,
 ) -> bool:
-    """Store a message as a dead letter, once, and move the position beyond it. `delivery` and `generation`: whose key it has.
+    """Store a message as a dead letter, once, and move the position beyond it. `generation`: of the operation that has its key.
 
     False: it stays where it is until the letter is closed, because the stream does not go on. Raises `PartitionLost`.
     """
     settings, to = runtime.settings, refused.message.offset + 1
-    tenant = settings.tenant if delivery is None else delivery.id.tenant
+    tenant = settings.tenant if refused.delivery is None else refused.delivery.id.tenant
     digest = refused.message.digest(partition.place)
     with runtime.transaction(tenant) as connection:
         is_open = stream_letters.has_open_letter(connection, digest)
         if is_open is None:
-            letters.store_message(connection, _letter(runtime, stream, refused, digest, tenant, delivery, generation))
+            letters.store_message(connection, _letter(runtime, stream, refused, digest, tenant, generation))
         passes = goes_on or is_open is False
         if passes:
             streams.advance(connection, partition.held, to, lease=settings.lease)
@@ -76,9 +74,9 @@ def _letter(
     refused: Refused,
     digest: str,
     tenant: str,
-    delivery: Delivery | None,
     generation: int | None,
 ) -> BrokerLetter:
+    delivery = refused.delivery
     kept = refused.message.kept(limit=VALUE_KEPT if refused.reason == "beyond_limit" else None)
     said = EXPLANATIONS[refused.reason] + (f": {storable(refused.detail)}" if refused.detail else "")
     return BrokerLetter(

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from typing import Any
+
+from sqlalchemy import Row
 
 from ..attempt.policy import Policy
 from ..attempt.runtime import Runtime
@@ -32,6 +35,8 @@ class Reopened:
         self._look_at = 0.0
         # What the last look has found, with what is kept of it.
         self._found: deque[tuple[OperationId, str]] = deque()
+        # The last row of a look that has not found all: the next begins behind it, so that those that cannot run keep none from it.
+        self._last: Row[Any] | None = None
         # Those that this code cannot run: other code may, after a restart.
         self._unreadable: set[OperationId] = set()
         # Whose operations are looked for, where this role sees those of one tenant at a time.
@@ -52,11 +57,12 @@ class Reopened:
     def _look(self) -> None:
         if time.monotonic() < self._look_at:
             return
-        self._look_at = time.monotonic() + PAUSE
         task, service = self._stream.task, self._runtime.settings.service
         with self._runtime.autocommit(*self.tenants) as connection:
-            # those that cannot be run are found each time, too
-            rows = stream_letters.reopened(connection, service, task, limit=LIMIT + len(self._unreadable))
+            rows = stream_letters.reopened(connection, service, task, after=self._last, limit=LIMIT)
+        self._last = rows[-1] if len(rows) == LIMIT else None
+        if self._last is None:
+            self._look_at = time.monotonic() + PAUSE
         for row in rows:
             id = OperationId(row.tenant, task, row.key)
             if id not in self._unreadable:

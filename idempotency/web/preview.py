@@ -41,7 +41,7 @@ def preview(desk: Desk, connection: Connection, letter: Any, operation: Mapping[
         found.refused = f"it is {letter.status}"
         return found
     record = None if operation is None else operation["record"]
-    found.refused = _unreadable(desk, letter) or NEVER.get(letter.reason) or _refused(letter, record)
+    found.refused = _unreadable(desk, letter) or _never(letter, record) or _refused(letter, record)
     found.runs, found.last = _runs(desk, letter, record), _last(letter, record)
     if operation is not None:
         id = OperationId(operation["tenant"], operation["task"], operation["key"])
@@ -62,6 +62,12 @@ def _unreadable(desk: Desk, letter: Any) -> str | None:
     except ReplayRefused as refusal:
         return str(refusal).partition(": ")[2]
     return None
+
+
+def _never(letter: Any, record: Mapping[str, Any] | None) -> str | None:
+    """Why a message of its reason never runs. Of an operation that has ended, the reason may be the code of its own error."""
+    own = (record or {}).get("error_code"), (record or {}).get("fingerprint")
+    return None if own == (letter.reason, letter.fingerprint) else NEVER.get(letter.reason)
 
 
 def _refused(letter: Any, record: Mapping[str, Any] | None) -> str | None:

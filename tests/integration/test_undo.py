@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from celery import Celery
@@ -64,6 +65,27 @@ def test_a_broken_undo_undoes_nothing_and_leaves_the_end_to_a_person(
     assert code(record("k")) == ("unfinished", "refused")
     assert (entries("one"), entries("two"), entries("undone two")) == (1, 1, 0)
     assert (set(record("k").effects), told_codes()) == ({"one", "two"}, ["unfinished"])
+
+
+def unwrite_and_exit(session: Session, account: str) -> None:
+    unwrite(session, account)
+    sys.exit("a library's way to report an error")
+
+
+def test_an_undo_that_exits_ends_no_process_and_leaves_the_end_to_a_person(
+    bank: Celery, deliveries: Deliveries, connection: Connection, record: Record, entries: Entries
+) -> None:
+    """In the main thread, where a signal to stop would raise the same."""
+
+    def body(self: Any) -> None:
+        self.step("one", write, "one", undo=unwrite_and_exit)
+        raise PermanentError("no", "refused")
+
+    deliveries.deliver(make_task(bank, body), key="k")
+    assert code(record("k")) == ("unfinished", "refused")
+    assert (entries("one"), entries("undone one"), set(record("k").effects)) == (1, 0, {"one"})
+    (letter,) = op.dead_letters(connection)
+    assert "SystemExit: a library's way to report an error" in letter.last_error
 
 
 def test_no_undo_runs_while_an_effect_is_unknown(

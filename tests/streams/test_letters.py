@@ -8,6 +8,7 @@ from typing import Any
 
 import amqp
 import pytest
+from sqlalchemy import text
 
 from idempotency import PermanentError
 from idempotency.application import close_runtime
@@ -19,6 +20,7 @@ from idempotency.operate.people import Person
 from idempotency.operate.rename import rename_service
 from idempotency.operate.replay import replay
 from idempotency.operate.seek import seek_stream
+from idempotency.store import purge
 from idempotency.streams import Handling
 from idempotency.streams.message import from_kept
 from idempotency.wire.keys import OperationId
@@ -304,6 +306,29 @@ def test_what_was_opened_again_and_is_cancelled_keeps_its_message(rabbit: Stream
     eventually(lambda: rabbit.entries() == ["a0"], what=rabbit.logs())
     (row,) = rabbit.query("SELECT status, generation FROM idempotency.records WHERE key = 'a0'")
     assert (row.status, row.generation) == ("completed", 3)
+
+
+def test_a_letter_is_kept_until_what_was_opened_again_by_it_has_ended(rabbit: Streaming) -> None:
+    """However long no process runs it: nothing else has the message."""
+    rabbit.broker.publish({"account": "a0", "how": "permanent unless told"})
+    rabbit.handler().declared()
+    process = rabbit.start()
+    rabbit.wait_until_handled()
+    assert process.end() == 0
+    configure(rabbit.environment)
+    replay(bank.app, newest(rabbit), CHANGE)
+    assert purged_after_retention(rabbit) == 0
+    (rabbit.directory / "told").touch()
+    rabbit.start()
+    eventually(lambda: rabbit.entries() == ["a0"], what=rabbit.logs())
+    assert purged_after_retention(rabbit) == 1
+
+
+def purged_after_retention(streaming: Streaming) -> int:
+    with streaming.engine.begin() as connection:
+        connection.execute(text("UPDATE idempotency.dead_letters SET closed_at = now() - interval '31 days'"))
+    with streaming.engine.connect() as connection:
+        return purge.letters(connection, "bank", retention=30 * 86400.0, limit=100)[0]
 
 
 def test_on_failed_gets_the_event_or_the_cancel_is_refused(rabbit: Streaming) -> None:

@@ -6,6 +6,7 @@ import json
 import sys
 import threading
 import time
+from asyncio import CancelledError
 from typing import Any
 
 import pytest
@@ -126,6 +127,65 @@ def test_an_exit_beside_the_handler_is_an_error_as_any_other(rabbit: Streaming, 
         rabbit.wait_until_handled()
     assert rabbit.letters() == [(reason, "open")]
     assert rabbit.entries() == ["a1"]
+
+
+def exit_in_undo(session: Any, result: Any) -> None:
+    sys.exit("from an undo")
+
+
+def test_an_exit_in_an_undo_is_an_error_as_any_other(rabbit: Streaming) -> None:
+    def handle(stream: Handling, event: Any) -> None:
+        if event["account"] != "bad":
+            return insert(stream, event["account"])
+        stream.step("first", lambda session: 1, undo=exit_in_undo)
+        raise PermanentError("no", "no")
+
+    rabbit.broker.publish({"account": "bad"})
+    rabbit.broker.publish({"account": "a1"})
+    with rabbit.handled_by(handle):
+        rabbit.wait_until_handled()
+    assert rabbit.letters() == [("unfinished", "open")]
+    assert rabbit.entries() == ["a1"]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, pytest.param(CancelledError, marks=pytest.mark.long)])
+def test_what_a_body_raises_past_except_exception_is_an_error_as_any_other(
+    rabbit: Streaming, error: type[BaseException]
+) -> None:
+    """Streams are handled in threads, where no KeyboardInterrupt is of Ctrl-C."""
+
+    def handle(stream: Handling, event: Any) -> None:
+        if event["account"] == "bad":
+            raise error
+        insert(stream, event["account"])
+
+    rabbit.broker.publish({"account": "bad"})
+    rabbit.broker.publish({"account": "a1"})
+    with rabbit.handled_by(handle, max_attempts=1):
+        rabbit.wait_until_handled()
+    assert rabbit.letters() == [("attempts_exhausted", "open")]
+    assert rabbit.entries() == ["a1"]
+
+
+def test_a_stream_that_stops_at_failures_does_so_whatever_code_the_application_gives_them(rabbit: Streaming) -> None:
+    """Also one that we give to messages of other requests, which stop nothing."""
+    told = threading.Event()
+
+    def handle(stream: Handling, event: Any) -> None:
+        if event["account"] == "bad" and not told.is_set():
+            raise PermanentError("the other ledger has this key with other values", "fingerprint_mismatch")
+        insert(stream, event["account"])
+
+    rabbit.broker.publish({"account": "bad"})
+    rabbit.broker.publish({"account": "a1"})
+    with rabbit.handled_by(handle, on_failure="stop"):
+        rabbit.wait_until_stopped("offset 0 has failed")
+        assert rabbit.entries() == []
+        told.set()
+        (letter,) = rabbit.query("SELECT id FROM idempotency.dead_letters")
+        replay(bank.app, letter.id, CHANGE)
+        eventually(lambda: rabbit.entries() == ["bad", "a1"], timeout=15)
+    assert rabbit.stopped() == ""
 
 
 def test_a_partition_that_waits_for_a_cancelled_attempt_goes_on_at_once(rabbit: Streaming) -> None:

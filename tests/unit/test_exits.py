@@ -26,6 +26,11 @@ def exit_by_any_arguments(*given: Any) -> None:
     sys.exit(3)
 
 
+def get(number: signal.Signals) -> None:
+    os.kill(os.getpid(), number)
+    time.sleep(5.0)
+
+
 @pytest.fixture(params=[exit_in_a_handler, exit_by_any_arguments, common._shutdown_cleanup])
 def handler(request: pytest.FixtureRequest) -> Iterator[Callable[..., Any]]:
     before = signal.getsignal(signal.SIGTERM)
@@ -44,8 +49,7 @@ def test_what_code_raises_by_itself_is_an_error(error: BaseException) -> None:
 
 def test_the_handler_of_a_signal_ends_the_process_still(handler: Callable[..., Any]) -> None:
     with pytest.raises(SystemExit), exits_are_errors():
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(5.0)
+        get(signal.SIGTERM)
 
 
 def test_in_a_thread_neither_is_of_a_signal() -> None:
@@ -68,5 +72,4 @@ def test_in_a_thread_neither_is_of_a_signal() -> None:
 
 def test_ctrl_c_is_no_error() -> None:
     with pytest.raises(KeyboardInterrupt), exits_are_errors():
-        signal.raise_signal(signal.SIGINT)
-        time.sleep(5.0)
+        get(signal.SIGINT)
