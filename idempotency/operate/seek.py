@@ -68,8 +68,7 @@ def seek_stream(
 def forget_position(app: Celery, consumer: str, topic: str, partition: int, change: Change) -> int | None:
     """Forget where a consumer was in a partition that it reads no more: its alarm ends. Returns where it was.
 
-    If it is read again after all, then from its beginning, as far as the broker has it: what was handled is known by its keys, for as
-    long as their records are kept. Raises `OperationNotFound` for one that is not known, `ChangeRefused` for one that a process has or
+    If it is read again after all, it stops until `seek_stream` says where to go on. Raises `OperationNotFound` for one that is not known, `ChangeRefused` for one that a process has or
     that this application reads, and `NotAuthenticated` for a stream that moves money, by a person who has not proved who they are.
     """
     runtime = runtime_of(app)
@@ -81,13 +80,13 @@ def forget_position(app: Celery, consumer: str, topic: str, partition: int, chan
         if (done := repeated(connection, change, "forget_position", None, said=said)) is not None:
             return _from(done.details)
         row = streams.lock(connection, place)
-        if row is None:
+        if row is None or not row.is_shown:
             raise OperationNotFound(f"stream {consumer}: no process of {place.service!r} has ever had {place}")
         if row.is_owned:
             raise ChangeRefused(f"stream {consumer}: {place} is being handled")
         if declared is not None and declared.source.reads(topic, partition):
             raise ChangeRefused(
-                f"stream {consumer}: the application reads {place}, and would begin anew; `seek` moves it"
+                f"stream {consumer}: the application reads {place}, and would stop there; `seek` moves it"
             )
         if not change.is_verified and stream_moves_money(app, consumer):
             raise NotAuthenticated(f"stream {consumer}: {NEEDS_TOKEN}")

@@ -16,7 +16,7 @@ from sqlalchemy.exc import DataError
 from ..errors import IdempotencyError
 from .record import SETTINGS, idle_ms
 from .statements import driver_error, execute
-from .stream_places import THIS_PLACE, Place
+from .stream_places import IS_SHOWN, THIS_PLACE, Place
 
 # SQLSTATE of an advance that has matched nothing.
 _DIVISION_BY_ZERO = "22012"
@@ -154,15 +154,16 @@ SELECT topic, partition, fence, owner, (locked_until < clock_timestamp()) IS TRU
 WHERE service = %(service)s AND consumer = %(consumer)s ORDER BY topic, partition
 """
 
-_STATUS = """
+_STATUS = f"""
 SELECT consumer, topic, partition, position, end_position, greatest(end_position - position, 0) AS lag, owner, fence,
        extract(epoch FROM locked_until - clock_timestamp())::float8 AS lease_left, stopped, advanced_at
 FROM idempotency.stream_positions WHERE service = %(service)s AND (%(consumer)s::text IS NULL OR consumer = %(consumer)s)
+  AND {IS_SHOWN}
 ORDER BY consumer, topic, partition
 """
 
 _LOCK = f"""
-SELECT position, fence, owner, locked_until > clock_timestamp() AS is_owned
+SELECT position, fence, owner, locked_until > clock_timestamp() AS is_owned, {IS_SHOWN} AS is_shown
 FROM idempotency.stream_positions WHERE {THIS_PLACE} FOR UPDATE
 """
 

@@ -16,7 +16,7 @@ from ..observe.crash_points import crash_point
 from ..observe.logs import log
 from ..store import streams
 from ..store.statements import is_news
-from ..store.stream_places import Place
+from ..store.stream_places import FORGOTTEN, Place
 from ..store.streams import Held
 from .declaring import Stream
 from .partition import Partition
@@ -79,6 +79,8 @@ class Holdings:
         return partition
 
     def _misplaced(self, held: Held) -> str:
+        if held.source == FORGOTTEN:
+            return until_moved(f"position {held.position} was forgotten by a person")
         return until_moved(
             f"position {held.position} is of {held.source} of this name, and {self.stream.source.kind} is read now"
         )

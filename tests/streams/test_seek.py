@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import threading
 from dataclasses import replace
 
@@ -15,6 +16,7 @@ from idempotency.errors import ChangeRefused, NotAuthenticated, OperationNotFoun
 from idempotency.operate.change import Change
 from idempotency.operate.rename import rename_service
 from idempotency.operate.seek import forget_position, seek_stream
+from idempotency.streams import declaring
 from tests.streams.conftest import Make
 from tests.support import bank
 from tests.support.processes import eventually
@@ -231,7 +233,8 @@ def test_a_partition_that_is_read_no_more_can_be_forgotten(make_streaming: Make)
         forget_position(bank.app, NAME, topic, 1, CHANGE)
     assert forget_position(bank.app, NAME, topic, 1, verified) == 5
     assert forget_position(bank.app, NAME, topic, 1, verified) == 5, "the same request again"
-    assert streaming.positions() == {0: 5}
+    shown = json.loads(command(streaming, "status", "--json").stdout)
+    assert [(row["partition"], row["position"]) for row in shown] == [(0, 5)]
     with pytest.raises(OperationNotFound):
         forget_position(bank.app, NAME, topic, 1, replace(verified, request_id="r2"))
     (row,) = streaming.query("SELECT actor, details FROM idempotency.audit WHERE action = 'forget_position'")
@@ -239,3 +242,47 @@ def test_a_partition_that_is_read_no_more_can_be_forgotten(make_streaming: Make)
     streaming.handler().declared()
     answer = command(streaming, "forget", NAME, "--topic", topic, "--partition", 0, "--reason", "x")
     assert (answer.exit_code, "the application reads" in str(answer.exception)) == (1, True)
+
+
+def test_a_frozen_owner_of_a_forgotten_partition_does_nothing_again(make_streaming: Make) -> None:
+    """Its row is there with another fence, and says that a person has to decide: its records may be gone by then."""
+    streaming = make_streaming("rabbitmq", partitions=2)
+    streaming.environment["LEASE"] = "1"
+    accounts = streaming.broker.publish_many(10)
+    process = streaming.start()
+    streaming.wait_until_handled()
+    process.signal(signal.SIGSTOP)
+    topic, change = streaming.broker.topic, replace(CHANGE, request_id=None)
+    configure(streaming.environment)
+    Handler(streaming.broker.source(partitions=1)).declared()  # the new code reads one partition
+    is_over = "SELECT FROM idempotency.stream_positions WHERE partition = 1 AND locked_until < now()"
+    eventually(lambda: streaming.query(is_over))
+    assert forget_position(bank.app, NAME, topic, 1, change) == 5
+    streaming.query("WITH gone AS (DELETE FROM idempotency.records) SELECT")  # by retention
+    process.signal(signal.SIGCONT)
+    streaming.wait_until_stopped("position 5 was forgotten by a person; say with `idempotency stream seek`")
+    assert sorted(streaming.entries()) == sorted(accounts)
+    assert process.end() == 0
+    assert forget_position(bank.app, NAME, topic, 1, change) == 5, "it is shown again, and can be forgotten again"
+    assert streaming.stopped() == ""
+
+
+def test_a_forgotten_partition_that_is_read_again_skips_nothing(rabbit: Streaming) -> None:
+    """Also from `latest`, which without a position would be where the stream ends now."""
+    rabbit.broker.publish_many(3)
+    process = rabbit.start_from("latest")
+    eventually(lambda: rabbit.positions().get(0) == 3, what=process.log)
+    accounts = rabbit.broker.publish_many(2, first=10)
+    rabbit.wait_until_handled()
+    assert process.end() == 0
+    configure(rabbit.environment)
+    topic, change = rabbit.broker.topic, replace(CHANGE, request_id=None, is_verified=True)
+    declaring._declared.pop(NAME, None)  # code that does not read it for a while
+    assert forget_position(bank.app, NAME, topic, 0, change) == 5
+    accounts += rabbit.broker.publish_many(5, first=100)  # meanwhile
+    rabbit.start_from("latest")
+    rabbit.wait_until_stopped("position 5 was forgotten by a person")
+    seek_stream(bank.app, NAME, topic, 0, 5, change, take=True)
+    rabbit.wait_until_handled()
+    assert rabbit.entries() == accounts
+    assert rabbit.stopped() == ""
