@@ -327,7 +327,12 @@ class MailRefused(IdempotencyError):
 
 
 class Unanswered(Exception):  # internal, as all below
-    """Postgres did not answer within the time this delivery may wait; the cause is the last error."""
+    """Postgres, or a store, did not answer within the time this delivery may wait; the cause is the last error.
+
+    `claims`: the tokens that a store's record may have been claimed under, with nothing run.
+    """
+
+    claims: str = ""
 
 
 class TransactionEnded(Exception):

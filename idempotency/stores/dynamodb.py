@@ -26,7 +26,7 @@ from typing import Any
 from ..extras import extra
 from ..store.answers import Claimed, Completed, Failed, Mismatch, Renewal, error_fields
 from ..wire.keys import OperationId
-from .store import AT_ONCE, Answer, StoreAway, StoreBusy, Stored, Watch, mismatch
+from .store import AT_ONCE, FENCE_KEPT, Answer, StoreAway, StoreBusy, Stored, Watch, mismatch
 
 # Characters of a result. An item has at most 400 KB, of which its names and other attributes take some kilobytes.
 ROOM = 380 * 1000
@@ -46,7 +46,7 @@ SET #state = :started, #token = :token, fingerprint = :fingerprint, attempts = :
     lease = :lease, holder = :holder, expires_at = :expires, fence = if_not_exists(fence, :first) + :one
 REMOVE #result, #error, available_at
 """
-_IS_NEW = "attribute_not_exists(id) OR expires_at < :now"
+_IS_NEW = "attribute_not_exists(id) OR attribute_not_exists(#state) OR expires_at < :now"  # without a state: dropped
 _IS_SAME = "#state = :was AND fence = :fence AND #token = :seen_token AND renewals = :renewals"
 _IS_MINE = "#state = :started AND fence = :fence AND #token = :token"
 # When a watch is carried on: nothing was added to it since it was read, so that of two simultaneous watchers only the first to end counts.
@@ -131,7 +131,7 @@ class DynamoDBStore:
             item, done = self._update(id, _STARTED, _IS_SAME, new | kept | same)
             if done:
                 return claimed(item, taken_over=was["state"] == "started" and not is_mine)
-            if not item or item[EXPIRES] < now:
+            if "state" not in item or item[EXPIRES] < now:
                 item, done = self._update(id, _STARTED, _IS_NEW, new | fresh | {":now": now})
         raise StoreAway(f"DynamoDB: the item has changed {ROUNDS} times under a claim")
 
@@ -157,23 +157,16 @@ class DynamoDBStore:
         return self._end(held, "released", change, {":back": int(give_back), ":due": time.time() + delay}, keep + delay)
 
     def drop(self, id: OperationId) -> bool:
-        with _away() as errors:
-            self._client.delete_item(
-                TableName=self._table,
-                Key=self._key(id),
-                ConditionExpression="#state IN (:completed, :failed) AND expires_at >= :now",
-                ExpressionAttributeNames={"#state": "state"},
-                ExpressionAttributeValues={
-                    ":completed": _given("completed"),
-                    ":failed": _given("failed"),
-                    ":now": _given(time.time()),
-                },
-            )
-        return not errors
+        # the fence stays: the clock of who claims it next may be behind
+        change = "SET expires_at = :expires REMOVE #state, #token, #result, #error, fingerprint"
+        now, ended = time.time(), {":completed": "completed", ":failed": "failed"}
+        values = ended | {":now": now, ":expires": int(now + FENCE_KEPT)}
+        _, done = self._update(id, change, "#state IN (:completed, :failed) AND expires_at >= :now", values)
+        return done
 
     def read(self, id: OperationId) -> Stored | None:
         item = self._get(id)
-        if not item or item[EXPIRES] < time.time():
+        if "state" not in item or item[EXPIRES] < time.time():
             return None
         return Stored(
             item["state"],
@@ -221,7 +214,7 @@ class DynamoDBStore:
         while (left := until - time.monotonic()) > 0:
             watch.rest(min(left, lease / LOOKS))
             now = self._get(id)
-            if not now or (_mark(now), now["state"]) != (mark, state):
+            if not now or (_mark(now), now.get("state")) != (mark, state):
                 return StoreBusy()
         if (watched := (before or 0.0) + time.monotonic() - begun) >= lease:
             return None

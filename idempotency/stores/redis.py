@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from ..store.answers import Claimed, Completed, Failed, Renewal, error_fields
 from ..wire.keys import OperationId
 from . import addresses
-from .store import AT_ONCE, Answer, StoreAway, StoreBusy, Stored, Watch, mismatch
+from .store import AT_ONCE, FENCE_KEPT, Answer, StoreAway, StoreBusy, Stored, Watch, mismatch
 
 if TYPE_CHECKING:
     from redis import Redis, RedisCluster
@@ -36,25 +36,27 @@ local r = redis.call('HMGET', KEYS[2], 'state', 'fingerprint', 'fence', 'token',
 local state, token = r[1], ARGV[1]
 if state then
     local is_same = false
-    for i = 5, #ARGV do is_same = is_same or r[2] == ARGV[i] end
+    for i = 6, #ARGV do is_same = is_same or r[2] == ARGV[i] end
     if not is_same then return {'mismatch', r[2]} end
     if state == 'completed' then return {'completed', r[7]} end
     if state == 'failed' then return {'failed', r[8]} end
 end
+local is_mine = state == 'started' and r[4] == token
+-- of this message, whose answer came too late: nothing has run under it
+local is_void = state == 'started' and string.find(ARGV[5], r[4], 1, true) ~= nil
 local holder = redis.call('GET', KEYS[1])
-if holder and holder ~= token then return {'busy', redis.call('PTTL', KEYS[1]), holder} end
+if holder and holder ~= token and not (is_void and holder == r[4]) then return {'busy', redis.call('PTTL', KEYS[1]), holder} end
 local time = redis.call('TIME')
 local now = time[1] * 1000000 + time[2]
 local fence = string.format('%.0f', math.max(now, (tonumber(r[3]) or 0) + 1))
-local is_mine = state == 'started' and r[4] == token
-local attempts = (tonumber(r[5]) or 0) + (is_mine and 0 or 1)
+local attempts = (tonumber(r[5]) or 0) + ((is_mine or is_void) and 0 or 1)
 local opened = r[6] or string.format('%.0f', now)
-local fingerprint = r[2] or ARGV[5]
+local fingerprint = r[2] or ARGV[6]
 redis.call('HSET', KEYS[2], 'state', 'started', 'fingerprint', fingerprint, 'fence', fence, 'token', token,
            'attempts', attempts, 'opened', opened, 'holder', ARGV[4])
 redis.call('PEXPIRE', KEYS[2], ARGV[3])
 redis.call('SET', KEYS[1], token, 'PX', ARGV[2])
-local taken_over = state == 'started' and not is_mine
+local taken_over = state == 'started' and not is_mine and not is_void
 return {'claimed', fence, attempts, string.format('%.0f', now - opened), taken_over and 1 or 0, fingerprint}
 """
 _MINE = """
@@ -85,10 +87,14 @@ redis.call('PEXPIRE', KEYS[2], ARGV[3])
 if tonumber(ARGV[4]) > 0 then redis.call('SET', KEYS[1], 'released', 'PX', ARGV[4]) else redis.call('DEL', KEYS[1]) end
 return 1
 """
-_DROP = """
+# The fence stays for a while, so that it grows also if Redis' clock is set back.
+_DROP = f"""
 local state = redis.call('HGET', KEYS[2], 'state')
 if state ~= 'completed' and state ~= 'failed' then return 0 end
+local fence = redis.call('HGET', KEYS[2], 'fence')
 redis.call('DEL', KEYS[1], KEYS[2])
+redis.call('HSET', KEYS[2], 'fence', fence)
+redis.call('PEXPIRE', KEYS[2], {int(FENCE_KEPT * 1000)})
 return 1
 """
 
@@ -130,7 +136,7 @@ class RedisStore:
         watch: Watch = AT_ONCE,
     ) -> Answer:
         asked_at = time.monotonic()
-        answer, *fields = self._run(_CLAIM, id, token, _ms(lease), _ms(keep), holder, *fingerprints)
+        answer, *fields = self._run(_CLAIM, id, token, _ms(lease), _ms(keep), holder, watch.unanswered, *fingerprints)
         match answer:
             case "claimed":
                 fence, attempts, age, taken_over, fingerprint = fields
@@ -179,7 +185,7 @@ class RedisStore:
     def read(self, id: OperationId) -> Stored | None:
         with _away():
             found: Any = self._client.hgetall(self._keys(id)[1])
-        if not found:
+        if "state" not in found:
             return None
         return Stored(
             found["state"],

@@ -16,7 +16,7 @@ from ..attempt.effects import provider_key
 from ..attempt.endings import Ended, Ending, Fail, Finished, Release, end_for
 from ..attempt.heartbeat import Holding
 from ..attempt.policy import Policy
-from ..errors import AttemptsExhausted, LeaseLost
+from ..errors import AttemptsExhausted, LeaseLost, Unanswered
 from ..observe import metrics
 from ..observe.crash_points import crash_point
 from ..observe.logs import log
@@ -25,7 +25,10 @@ from ..store.statements import ERROR_LIMIT, describe, where
 from ..text import number_of
 from ..wire.delivery import Delivery
 from .runtime import StoreRuntime
-from .store import AT_ONCE, StoreAway, StoreBusy, Watch
+from .store import AT_ONCE, PlaceAway, StoreAway, StoreBusy, Watch
+
+# How many tokens of claims without an answer a message carries: the last ones, of which one is in the record, if any.
+UNANSWERED_KEPT = 10
 
 Body = Callable[["StoreAttempt"], Any]
 Outcome = Finished | Ended | Release | Completed | Failed | Mismatch | StoreBusy
@@ -69,6 +72,16 @@ class StoreAttempt:
         except BaseException as error:
             return end_for(error, self)
         return Finished(self.claim, result)
+
+    def placed(self, ending: Ending, patiently: Patience) -> Ending:
+        """The same, once a long result is where it is kept. If that takes none for long, the attempt counts: its effect has happened."""
+        if not isinstance(ending, Finished):
+            return ending
+        try:
+            self._text = patiently(lambda: self.runtime.placed(self._text))
+        except (Unanswered, PlaceAway) as error:  # an eager call waits for nothing
+            return end_for(error.__cause__ if isinstance(error, Unanswered) and error.__cause__ else error, self)
+        return ending
 
     def end(self, ending: Ending) -> Finished | Ended | Release:
         """Record how the attempt ends. Raises `LeaseLost` if it holds the operation no more, and `StoreAway`."""
@@ -139,13 +152,17 @@ def run(
     that ends the process.
     """
     token = secrets.token_hex(16)
-    answer = patiently(lambda: runtime.claim(delivery, token, watch))
+    try:
+        answer = patiently(lambda: runtime.claim(delivery, token, watch))
+    except Unanswered as unanswered:
+        unanswered.claims = " ".join([*watch.unanswered.split(), token][-UNANSWERED_KEPT:])
+        raise
     if not isinstance(answer, Claimed):
         return answer
     attempt = StoreAttempt(runtime, answer, delivery, policy)
     try:
         crash_point("claimed")
-        ending = attempt.run(body)
+        ending = attempt.placed(attempt.run(body), patiently)
         if isinstance(ending, Release) and (ends := ending.ends_process) is not None:
             _release_at_once(attempt, ending)
             raise ends

@@ -11,17 +11,13 @@ from ..attempt.heartbeat import Heartbeat
 from ..attempt.hints import Hints
 from ..attempt.liveness import process_identity
 from ..errors import InvalidResult
-from ..objects import ResultNotKept
 from ..observe import metrics
 from ..settings import Settings
 from ..store.answers import Claimed, Completed, Failed, Mismatch, Renewal
 from ..wire import results
 from ..wire.delivery import Delivery
 from .addresses import open_store
-from .store import TIMEOUT, Answer, StoreBusy, Watch
-
-# Seconds until an attempt whose result could not be put elsewhere is made again.
-PLACE_PAUSE = 30.0
+from .store import TIMEOUT, Answer, PlaceAway, StoreBusy, Watch
 
 
 class StoreRuntime:
@@ -72,19 +68,24 @@ class StoreRuntime:
         return self.settings.redelivery_horizon
 
     def stored_result(self, result: Any) -> str:
-        """A result as its record keeps it; one that is too long is put elsewhere first. Raises `InvalidResult`, `ResultNotKept`."""
+        """A result as text. Raises `InvalidResult`, also for one that has room neither in a record nor elsewhere."""
         settings, place = self.settings, self.settings.store_results_at
         room = min(settings.result_limit, self.store.room)
         limit = settings.result_limit if place is None else max(room, settings.large_result_limit)
         text = results.to_text(result, limit=limit, compress_above=settings.compress_results_above)
-        if len(text) <= room:
-            return text
-        if place is None:
+        if len(text) > room and place is None:
             raise InvalidResult(f"result: at most {room} bytes in a record of {self.store.name}, got {len(text)}")
+        return text
+
+    def placed(self, text: str) -> str:
+        """A result's text as its record keeps it: one that is too long is put elsewhere, and referred to. Raises `PlaceAway`."""
+        place = self.settings.store_results_at
+        if place is None or len(text) <= min(self.settings.result_limit, self.store.room):
+            return text
         try:
             return objects.keep(place, text)
         except Exception as error:
-            raise ResultNotKept(PLACE_PAUSE, f"store_results_at does not take one: {type(error).__name__}") from error
+            raise PlaceAway(f"store_results_at does not take one: {type(error).__name__}") from error
 
     def read_result(self, text: str) -> Any:
         """The result that a record keeps, wherever it is. Raises as `results.from_text` does, and what that place raises."""

@@ -20,6 +20,12 @@ from ..wire.keys import OperationId
 
 # Seconds to wait for a store. A claim that waits longer is asked again; a renewal has to come back well within a lease.
 TIMEOUT = 2.0
+# Seconds for which the fence of an operation stays when it is dropped: clocks differ by less.
+FENCE_KEPT = 3600.0
+
+
+class PlaceAway(Exception):
+    """The place of long results did not take one. Names the kind of error."""
 
 
 class StoreAway(Exception):
@@ -59,12 +65,14 @@ class Watch:
     """What a claim may do to find out whether a holder is dead, where the store has no clock.
 
     `seen`: what an earlier claim by this message was answered. `rest` sleeps so many seconds, and may raise to end the waiting.
-    `patience`: how many seconds the watch may last; the next claim carries it on.
+    `patience`: how many seconds the watch may last; the next claim carries it on. `unanswered`: tokens of earlier claims by this
+    message, with spaces between them, that had no answer: one of these may be in the record, and nothing has run under it.
     """
 
     seen: str = ""
     rest: Callable[[float], object] = time.sleep
     patience: float = math.inf
+    unanswered: str = ""
 
 
 AT_ONCE = Watch()

@@ -17,6 +17,8 @@ ORIGIN_HEADER = "idempotency-origin"
 WAITS_HEADER = "idempotency-waits"
 # What its last delivery saw of the record in a store without a clock: if that is unchanged, its holder is watched.
 SEEN_HEADER = "idempotency-seen"
+# The tokens of claims that its earlier deliveries have asked for, and that had no answer: nothing has run under them.
+UNANSWERED_HEADER = "idempotency-unanswered"
 OUTBOX_HEADER = "idempotency-outbox-id"
 # The id of a marker: a message whose arrival shows that everything queued before it has left the queue.
 MARKER_HEADER = "idempotency-marker"

@@ -21,7 +21,7 @@ from ..errors import OperationBusy, SettingsError
 from ..observe import metrics
 from ..observe.logs import log
 from ..store.statements import describe
-from ..stores.store import StoreAway
+from ..stores.store import StoreAway, Watch
 from ..wire.delivery import Delivery
 from ..wire.headers import (
     FINGERPRINT_HEADER,
@@ -29,6 +29,7 @@ from ..wire.headers import (
     SEEN_HEADER,
     SERVICE_HEADER,
     TENANT_HEADER,
+    UNANSWERED_HEADER,
     VERSION_HEADER,
     WAITS_HEADER,
     harmless_headers,
@@ -49,11 +50,18 @@ _KEPT = (FINGERPRINT_HEADER, VERSION_HEADER, SERVICE_HEADER)
 
 @dataclass(frozen=True, slots=True)
 class Later:
-    """This delivery decides nothing: its message has to come again after `pause` seconds. `seen`: see `Store.claim`."""
+    """This delivery decides nothing: its message has to come again after `pause` seconds. `seen`, `unanswered`: see `Watch`."""
 
     pause: float
     why: str
     seen: str = ""
+    unanswered: str = ""
+
+
+def watch_for(delivery: Delivery, patience: float) -> Watch:
+    """What this message's earlier deliveries have learnt, for its claim."""
+    seen, unanswered = (str(delivery.headers.get(name, "")) for name in (SEEN_HEADER, UNANSWERED_HEADER))
+    return Watch(seen, rest, patience, unanswered)
 
 
 def pause_for(delivery: Delivery, lease: float, due_in: float | None, seen: str) -> float:
@@ -91,7 +99,8 @@ def put_off(task: DeduplicatedTask, delivery: Delivery, later: Later) -> BaseExc
     if is_stopping():
         stops: BaseException = Reject("the worker stops", requeue=True)
         return stops
-    marks: dict[str, Any] = {WAITS_HEADER: _waits(delivery) + 1} | ({SEEN_HEADER: later.seen} if later.seen else {})
+    told = {SEEN_HEADER: later.seen, UNANSWERED_HEADER: later.unanswered}
+    marks = {WAITS_HEADER: _waits(delivery) + 1} | {name: value for name, value in told.items() if value}
     retry: BaseException = Retry(exc=OperationBusy(later.why), when=later.pause)
     return _published(task, delivery, later.pause, task.request.retries, marks) or retry
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, Generic, cast
 
 from celery import Celery, Task
@@ -38,13 +39,13 @@ from ..store.answers import Completed, Failed, Mismatch
 from ..store.statements import describe, leave_out_values
 from ..stores.run import Outcome, StoreAttempt, run
 from ..stores.runtime import StoreRuntime
-from ..stores.store import StoreBusy, Watch
+from ..stores.store import StoreBusy
 from ..wire import keys
 from ..wire.delivery import Delivery
-from ..wire.headers import FINGERPRINT_HEADER, KEY_HEADER, SEEN_HEADER, TENANT_HEADER, senders_headers
+from ..wire.headers import FINGERPRINT_HEADER, KEY_HEADER, TENANT_HEADER, senders_headers
 from . import hooks
 from .absent import NotHere, Without, check_absent
-from .coming_again import Later, cell_unknown, pause_for, put_off, rest, retried
+from .coming_again import Later, cell_unknown, pause_for, put_off, retried, watch_for
 from .options import check_values
 from .retrying import RetriedTask
 from .store_runtimes import store_runtime_of
@@ -231,8 +232,8 @@ class DeduplicatedTask(Without, RetriedTask[P, R_co], Generic[P, R_co]):
         try:
             outcome = self._run(delivery)
         except (Unanswered, UnknownVersion) as unanswered:  # a worker of newer code takes what this one does not know
-            why = unanswered.__cause__ or unanswered
-            return why if delivery.is_eager else Later(PUT_BACK, describe(why))
+            why, claims = unanswered.__cause__ or unanswered, getattr(unanswered, "claims", "")
+            return why if delivery.is_eager else Later(PUT_BACK, describe(why), unanswered=claims)
         match outcome:
             case Finished(result=result):
                 return result
@@ -265,17 +266,19 @@ class DeduplicatedTask(Without, RetriedTask[P, R_co], Generic[P, R_co]):
             settings.provider_key_retention,
             permanent_errors=tuple(self.permanent_errors),
         )
-        seen = str(delivery.headers.get(SEEN_HEADER, ""))
+        watch = watch_for(delivery, self._patience)
         while True:
             waiting = Waiting(self.name, time_limit=self._time_limit, is_eager=delivery.is_eager)
             try:
-                outcome = run(runtime, delivery, policy, self._body, waiting.answer, Watch(seen, rest, self._patience))
+                outcome = run(runtime, delivery, policy, self._body, waiting.answer, watch)
             finally:
                 request.attempt = None
             if not delivery.is_eager:
                 return outcome
-            if isinstance(outcome, StoreBusy) and outcome.seen and not seen:
-                seen = outcome.seen  # no message comes back that could be told: watch the holder now
+            if isinstance(outcome, StoreBusy) and outcome.seen and not watch.seen:
+                watch = replace(
+                    watch, seen=outcome.seen
+                )  # no message comes back that could be told: watch the holder now
             elif not isinstance(outcome, Release):
                 return outcome
             elif outcome.give_back and outcome.cause is not None:
