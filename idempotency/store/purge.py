@@ -14,6 +14,7 @@ from sqlalchemy import Connection, Row
 
 from ..wire.keys import HTTP_TASK
 from . import sweeps
+from .stream_places import IS_SHOWN
 from .sweeps import RECORD_ID, THIS_RECORD, Sweep
 
 # A record that must stay is looked at again after an hour, so that it does not cost every pass something. Seconds.
@@ -106,6 +107,28 @@ ABANDONED = Sweep(
     id=RECORD_ID,
     then="",
 )
+
+# Operations of streams that wait for their next attempt long after it was due, while all that the stream reads is handled: their
+# messages were passed over, by a `seek`, or by code that gives them another key. One that a person has opened again runs from its letter.
+PASSED = Sweep(
+    "passed_over",
+    table="records",
+    columns="r.fingerprint, r.message, r.queue, r.fence, r.token, r.attempts, r.generation, r.effects",
+    due=f"""r.service = %(service)s AND r.queue = ANY(%(tasks)s) AND r.task = r.queue AND r.status = 'released'
+      AND r.available_at < (SELECT clock_timestamp() - make_interval(secs => %(retention)s))
+      AND (SELECT d.status = 'replayed' AND d.generation < r.generation FROM idempotency.dead_letters d
+           WHERE (d.tenant, d.task, d.key) = (r.tenant, r.task, r.key) AND d.source = 'operation' ORDER BY d.id DESC LIMIT 1)
+          IS NOT TRUE
+      AND (SELECT true FROM idempotency.stream_positions p
+           WHERE p.service = r.service AND p.consumer = substr(r.task, 8) AND {IS_SHOWN}
+             AND ((p.locked_until > clock_timestamp()) IS NOT TRUE OR p.stopped IS NOT NULL) LIMIT 1) IS NULL""",
+    order="r.available_at",
+    one=THIS_RECORD,
+    id=RECORD_ID,
+    then="",
+)
+# Of streams that have ever been read: the index of what is released begins with the queue.
+_STREAMS = "SELECT DISTINCT 'stream.' || consumer FROM idempotency.stream_positions WHERE service = %(service)s"
 
 # Settled rows whose operation has ended or has no record: repeated requests, events for external consumers, discarded
 # rows, rows that could never be published. A row that was published within the horizon keeps its record. A row that has
@@ -236,13 +259,26 @@ def end_abandoned(
     return ended
 
 
+def end_passed_over(
+    connection: Connection, service: str, *, retention: float, end: Callable[[Mapping[str, Any]], int]
+) -> int:
+    """Call `end` with the names of each operation of a stream whose message was passed over, and that was due so long ago.
+
+    Returns how many it ended.
+    """
+    tasks = list(connection.exec_driver_sql(_STREAMS, {"service": service}).scalars())
+    found = sweeps.find(connection, PASSED, {"service": service, "retention": retention, "tasks": tasks})
+    ended, _ = sweeps.one_by_one(connection, PASSED.name, found, lambda row: end(sweeps.names(row)))
+    return ended
+
+
 def lock_abandoned(
-    connection: Connection, service: str, names: Mapping[str, Any], *, retention: float
+    connection: Connection, service: str, names: Mapping[str, Any], *, retention: float, sweep: Sweep = ABANDONED
 ) -> Row[Any] | None:
-    """Lock the record of such a request, in the transaction that ends it. None: it was asked for again, or is locked."""
+    """Lock the record of such an operation, in the transaction that ends it. None: it was asked for again, or is locked."""
     connection.exec_driver_sql(f"SET LOCAL lock_timeout = {sweeps.LOCK_TIMEOUT_MS}")
-    fields = {"service": service, "retention": retention, **names}
-    return connection.exec_driver_sql(ABANDONED.find_one, fields).one_or_none()
+    fields = {"service": service, "retention": retention, "tasks": [names["task"]], **names}
+    return connection.exec_driver_sql(sweep.find_one, fields).one_or_none()
 
 
 def rows(

@@ -30,11 +30,13 @@ from ..store import recover as recovery
 from ..store.answers import Claimed, claim_of, error_text
 from ..store.recover import Bounds
 from ..store.sweeps import BATCH
+from ..streams.declaring import stream_of
 from ..wire.keys import OperationId
 from ..worker.task import IdempotentTask
 from . import alerts
 
 # Why an operation ends, or a saga is undone, that no process survives.
+PASSED_OVER = "its message is not known"
 DIED = "the process died in every attempt, and in every claim that would have ended it"
 
 
@@ -109,6 +111,21 @@ def _end_abandoned(runtime: Runtime, names: Mapping[str, Any]) -> int:
             return 0
         error = NotDeclined("it was begun, and no client has asked for it again", ABANDONED)
         claim, concluded = _with_letter(connection, settings, record, error, None)
+        ends.cancel(connection, claim.id, concluded.end, fence=record.fence, retention=settings.retention_failed)
+    return 1
+
+
+def _end_passed_over(runtime: Runtime, names: Mapping[str, Any]) -> int:
+    """Fail one operation of a stream whose message was passed over, in its own transaction. Returns 0 if it has been claimed since."""
+    settings = runtime.settings
+    with runtime.engine.begin() as connection:
+        record = past.lock_abandoned(
+            connection, settings.service, names, retention=settings.redelivery_horizon, sweep=past.PASSED
+        )
+        if record is None:
+            return 0
+        error = NotDeclined("its stream has gone on without it: a person has moved the position, or its key", ABANDONED)
+        claim, concluded = _with_letter(connection, settings, record, error, stream_of(record.task), skip=PASSED_OVER)
         ends.cancel(connection, claim.id, concluded.end, fence=record.fence, retention=settings.retention_failed)
     return 1
 
@@ -203,6 +220,12 @@ def purge_once(app: Celery, *, limit: int) -> Purged:
             retention=settings.retention_http,
             end=lambda names: _end_abandoned(runtime, names),
         )
+        passed = past.end_passed_over(
+            connection,
+            service,
+            retention=settings.redelivery_horizon,
+            end=lambda names: _end_passed_over(runtime, names),
+        )
         requests, more_requests = past.requests(connection, service, retention=settings.retention_http, limit=limit)
         more, rows = more or more_partitions or more_operations or more_requests, 0
         for status, retention in (
@@ -225,5 +248,7 @@ def purge_once(app: Celery, *, limit: int) -> Purged:
         waiters.forget(connection)
     if abandoned:
         log.warning("requests_abandoned", operations=abandoned)
+    if passed:
+        log.warning("stream_messages_passed_over", operations=passed)
     metrics.purged.inc(operations + requests)
     return Purged(operations + requests, rows, deleted_letters, more)

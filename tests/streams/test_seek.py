@@ -6,21 +6,24 @@ import json
 import signal
 import threading
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
 
 from idempotency.application import close_runtime
 from idempotency.cli.root import cli
-from idempotency.errors import ChangeRefused, NotAuthenticated, OperationNotFound
+from idempotency.errors import ChangeRefused, NotAuthenticated, OperationNotFound, ReplayRefused
 from idempotency.operate.change import Change
 from idempotency.operate.rename import rename_service
+from idempotency.operate.replay import replay
 from idempotency.operate.seek import forget_position, seek_stream
-from idempotency.streams import declaring
+from idempotency.streams import Handling, declaring
+from idempotency.upkeep.maintenance import purge_once
 from tests.streams.conftest import Make
 from tests.support import bank
 from tests.support.processes import eventually
-from tests.support.streaming import NAME, Handler, Streaming, configure
+from tests.support.streaming import NAME, Handler, Streaming, configure, insert
 
 CHANGE = Change("ann", "an error in the handler", request_id="r1")
 
@@ -286,3 +289,42 @@ def test_a_forgotten_partition_that_is_read_again_skips_nothing(rabbit: Streamin
     rabbit.wait_until_handled()
     assert rabbit.entries() == accounts
     assert rabbit.stopped() == ""
+
+
+def test_what_a_seek_has_passed_over_between_two_attempts_ends_as_a_dead_letter(rabbit: Streaming) -> None:
+    """Its call outside has happened. Not while a partition may still come to it, and a way back lets a replay finish it."""
+    rabbit.environment["RETRY_BASE"] = "250"
+    fails = [True]
+
+    def handle(stream: Handling, event: Any) -> None:
+        if event["account"] == "bad":
+            stream.effect("call", lambda idempotency_key: 1)
+            if fails:
+                raise ValueError("again")
+        insert(stream, event["account"])
+
+    rabbit.broker.publish({"account": "bad"})
+    rabbit.broker.publish({"account": "a1"})
+    with rabbit.handled_by(handle, "passed"):
+        eventually(lambda: rabbit.query("SELECT FROM idempotency.records WHERE status = 'released'"))
+    change = replace(CHANGE, request_id=None, is_verified=True)
+    topic = rabbit.broker.topic
+    seek_stream(bank.app, "passed", topic, 0, 1, change)
+    rabbit.query("WITH aged AS (UPDATE idempotency.records SET available_at = now() - interval '30 hours') SELECT")
+    purge_once(bank.app, limit=100)
+    assert rabbit.letters() == [], "no process has the partition: it may wait there"
+    with rabbit.handled_by(handle, "passed"):
+        eventually(lambda: rabbit.entries() == ["a1"])
+        purge_once(bank.app, limit=100)
+        assert rabbit.letters() == [("unfinished", "open")]
+        (letter,) = rabbit.query("SELECT id, last_error FROM idempotency.dead_letters")
+        assert "its stream has gone on without it" in letter.last_error
+        with pytest.raises(ReplayRefused, match="its message is not known yet"):
+            replay(bank.app, letter.id, change)
+        fails.clear()
+        seek_stream(bank.app, "passed", topic, 0, 0, change, take=True)
+        rabbit.wait_until_handled()
+        replay(bank.app, letter.id, change)
+        eventually(lambda: rabbit.entries() == ["a1", "bad"])
+    purge_once(bank.app, limit=100)
+    assert rabbit.letters() == [("unfinished", "replayed")]
