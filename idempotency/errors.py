@@ -327,12 +327,7 @@ class MailRefused(IdempotencyError):
 
 
 class Unanswered(Exception):  # internal, as all below
-    """Postgres, or a store, did not answer within the time this delivery may wait; the cause is the last error.
-
-    `claims`: the tokens that a store's record may have been claimed under, with nothing run.
-    """
-
-    claims: str = ""
+    """Postgres, or a store, did not answer within the time this delivery may wait; the cause is the last error."""
 
 
 class TransactionEnded(Exception):

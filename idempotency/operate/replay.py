@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -12,24 +13,29 @@ from celery import Celery
 from sqlalchemy import Connection, Row
 
 from ..application import runtime_of
+from ..attempt.runtime import Runtime
 from ..errors import NotAuthenticated, ReplayRefused, WrongCell
 from ..reasons import ALTERED, CANCELLED, FOUND_BY_US, REVOKED, UNHANDLED, UNSIGNED
 from ..settings import Settings
 from ..store import (
+    claims,
     dead_letters,
+    ends,
     erasure,
     letter_messages,
     letter_operations,
     operations,
     saga_changes,
+    stream_letters,
     webhook_letters,
 )
+from ..store.answers import Claimed
 from ..store.statements import repeatable
 from ..wire.keys import OperationId
 from ..wire.signing import signed_at
 from .change import Change, audit, called, repeated
 from .money import NEEDS_TOKEN, letters_move_money
-from .replay_stream import check_has_message, is_refused, open_refused
+from .replay_stream import check_has_message, is_refused
 
 BY_PERSON = (CANCELLED, REVOKED)
 
@@ -102,7 +108,7 @@ def replay(app: Celery, letter: int, change: Change, *, confirmed: Collection[To
                 )
             id, details = stopped, details | {"dead_letters": list(retried.letters), "waits_for": retried.waits_for}
         elif is_refused(row := dead_letters.show(connection, letter)):
-            id = open_refused(connection, runtime, row)
+            id = _open_refused(connection, runtime, row)
         else:
             caller = saga_changes.lock_caller(connection, letter)
             _check_confirmed(connection, letter, confirmed)
@@ -177,6 +183,31 @@ def _check_cell(connection: Connection, letter: int, settings: Settings) -> None
         raise ReplayRefused(
             f"dead letter {letter}: {refused}; call its task in that cell, or discard the letter"
         ) from None
+
+
+def _open_refused(connection: Connection, runtime: Runtime, row: Row[Any]) -> OperationId:
+    """Open the operation of a message that was refused, for its stream to run it from the letter.
+
+    Raises `ReplayRefused` if the letter is not open, or the operation has a record: it has come by another message.
+    """
+    id = OperationId(row.tenant, row.task, row.key)
+    answer = claims.claim(
+        connection,
+        id,
+        service=row.consumer_service or runtime.settings.service,
+        token=secrets.token_hex(16),
+        fingerprint=row.fingerprint,
+        message="",
+        holder=runtime.holder,
+        lease=runtime.settings.lease,
+        queue=id.task,
+    )
+    if not isinstance(answer, Claimed) or (answer.attempts, answer.generation) != (1, 1):
+        raise ReplayRefused(f"dead letter {row.id}: another message has begun its operation since; discard the letter")
+    ends.release(connection, answer, delay=0.0, error=None, give_back=True, deliver=False)
+    if not stream_letters.adopt(connection, row.id):
+        raise ReplayRefused(f"dead letter {row.id}: already {dead_letters.show(connection, row.id).status}")
+    return id
 
 
 def _reopen_webhook(connection: Connection, letter: int) -> None:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import secrets
 from typing import Any
 
 from sqlalchemy import Connection, Row
 
-from ..attempt.runtime import Runtime
 from ..errors import ReplayRefused
 from ..framework import framework
 from ..reasons import OTHER_CELL
 from ..settings import Settings
-from ..store import claims, dead_letters, ends, stream_letters
-from ..store.answers import Claimed
+from ..store import dead_letters, stream_letters
 from ..streams.declaring import TASK_PREFIX, stream_of
 from ..streams.reopened import same_operation
 from ..wire.keys import OperationId
@@ -41,28 +38,3 @@ def check_has_message(connection: Connection, letter: int, settings: Settings) -
     found = same_operation(stream, OperationId(row.tenant, row.task, row.key), row.headers or "", settings)
     if isinstance(found, str):
         raise ReplayRefused(f"dead letter {letter}: to the present code of {row.task}, {found}; nothing would run it")
-
-
-def open_refused(connection: Connection, runtime: Runtime, row: Row[Any]) -> OperationId:
-    """Open the operation of a message that was refused, for its stream to run it from the letter.
-
-    Raises `ReplayRefused` if the letter is not open, or the operation has a record: it has come by another message.
-    """
-    id = OperationId(row.tenant, row.task, row.key)
-    answer = claims.claim(
-        connection,
-        id,
-        service=row.consumer_service or runtime.settings.service,
-        token=secrets.token_hex(16),
-        fingerprint=row.fingerprint,
-        message="",
-        holder=runtime.holder,
-        lease=runtime.settings.lease,
-        queue=id.task,
-    )
-    if not isinstance(answer, Claimed) or (answer.attempts, answer.generation) != (1, 1):
-        raise ReplayRefused(f"dead letter {row.id}: another message has begun its operation since; discard the letter")
-    ends.release(connection, answer, delay=0.0, error=None, give_back=True, deliver=False)
-    if not stream_letters.adopt(connection, row.id):
-        raise ReplayRefused(f"dead letter {row.id}: already {dead_letters.show(connection, row.id).status}")
-    return id

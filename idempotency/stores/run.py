@@ -25,7 +25,7 @@ from ..store.statements import ERROR_LIMIT, describe, where
 from ..text import number_of
 from ..wire.delivery import Delivery
 from .runtime import StoreRuntime
-from .store import AT_ONCE, PlaceAway, StoreAway, StoreBusy, Watch
+from .store import AT_ONCE, ClaimUnanswered, PlaceAway, StoreAway, StoreBusy, Watch
 
 # How many tokens of claims without an answer a message carries: the last ones, of which one is in the record, if any.
 UNANSWERED_KEPT = 10
@@ -155,8 +155,8 @@ def run(
     try:
         answer = patiently(lambda: runtime.claim(delivery, token, watch))
     except Unanswered as unanswered:
-        unanswered.claims = " ".join([*watch.unanswered.split(), token][-UNANSWERED_KEPT:])
-        raise
+        claims = [*watch.unanswered.split(), token][-UNANSWERED_KEPT:]
+        raise ClaimUnanswered(" ".join(claims)) from unanswered.__cause__
     if not isinstance(answer, Claimed):
         return answer
     attempt = StoreAttempt(runtime, answer, delivery, policy)

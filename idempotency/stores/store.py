@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from ..errors import UnknownVersion
+from ..errors import Unanswered, UnknownVersion
 from ..store.answers import Busy, Claimed, Completed, Failed, Mismatch, Renewal
 from ..wire import keys
 from ..wire.keys import OperationId
@@ -30,6 +30,14 @@ class PlaceAway(Exception):
 
 class StoreAway(Exception):
     """A store did not answer, or could not do what was asked. Names the kind of error, and no address."""
+
+
+class ClaimUnanswered(Unanswered):
+    """A store did not answer a claim. `claims`: the tokens under which the record may be claimed, with nothing run: see `Watch`."""
+
+    def __init__(self, claims: str) -> None:
+        super().__init__()
+        self.claims = claims
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,9 +49,9 @@ class StreamMessage:
         return self.header(KEY_HEADER)
 
     @property
-    def fingerprint(self) -> str:
-        """What makes the same key with other bytes another message."""
-        return keys.fingerprint({"sha256": hashlib.sha256(self.value or b"").hexdigest()})
+    def fingerprints(self) -> list[str]:
+        """What makes the same key with other bytes another message: by every known rule, that of new records first."""
+        return keys.fingerprints({"sha256": hashlib.sha256(self.value or b"").hexdigest()}, None)
 
     def beyond(self) -> str | None:
         """The limit that the message is beyond, and what was got; None: it is within all."""

@@ -16,6 +16,7 @@ from idempotency.streams.kafka_options import configuration
 from idempotency.streams.message import from_kept
 from idempotency.streams.naming import naming
 from idempotency.streams.preparing import Prepared, Refused, prepare, share
+from idempotency.wire import keys
 
 SETTINGS = Settings.read({"database_url": "postgresql+psycopg://localhost/x"})
 
@@ -171,3 +172,19 @@ def test_kafka_off_this_machine_needs_verified_tls(servers: str, options: dict[s
     with pytest.raises(SettingsError) as refused:
         configuration(kafka("t"), settings, name="s", instance=None)
     assert "example" not in str(refused.value)
+
+
+def test_a_message_is_known_by_every_rule_for_fingerprints(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A record may have been stored by the one before."""
+
+    @stream("ruled", source=kafka("ruled"), key="{event[id]}")
+    def handle(given: object, event: object) -> None: ...
+
+    message = StreamMessage("ruled", 0, 7, None, b'{"id": "k1"}')
+    before = prepare(handle, message, SETTINGS)
+    monkeypatch.setitem(keys.FINGERPRINT_RULES, "v2", lambda arguments: "v2:" + str(arguments["sha256"]))
+    after = prepare(handle, message, SETTINGS)
+    assert isinstance(before, Prepared)
+    assert isinstance(after, Prepared)
+    assert (before.delivery.also, after.delivery.also) == ([], [before.delivery.fingerprint])
+    assert after.delivery.fingerprint.startswith("v2:")
