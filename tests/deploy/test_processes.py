@@ -43,7 +43,7 @@ from tests.support.manifests import (
 )  # fmt: skip
 from tests.unit.test_runbooks import UsageError, parse, parse_celery
 
-PRODUCTION = "overlays/production"
+PRODUCTION, SERVERS = "overlays/production", "overlays/production/dependencies"
 PAGE = ROOT / "docs" / "kubernetes.md"
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
 # Seconds between the end that a process takes at most and the moment at which it is killed.
@@ -292,7 +292,7 @@ def test_the_secrets_that_are_made_are_those_that_are_used(shown: Any) -> None:
 
 
 def test_secrets_that_are_mounted_are_made_by_the_page_or_by_cert_manager() -> None:
-    made = {each["spec"]["secretName"] for each in of_kind("dependencies", "Certificate")}
+    made = {each["spec"]["secretName"] for each in of_kind(SERVERS, "Certificate")}
     mounted = {
         (volume["secret"]["secretName"], "items" in volume["secret"])
         for _, workload in every()
