@@ -25,10 +25,11 @@ def sentinel_options(address: str) -> dict[str, Any]:
 
     `address`: what follows sentinels://. Its options are those of rediss://: ssl_ca_certs, and others that begin so.
     """
-    from redis.connection import parse_url
+    from redis import connection
 
+    untyped: Any = connection
     url = f"rediss://localhost/0?{address.partition('/')[2].partition('?')[2]}"
-    return redis_options(url) | {name: value for name, value in parse_url(url).items() if name.startswith("ssl_")}
+    return redis_options(url) | {name: value for name, value in untyped.parse_url(url).items() if name.startswith("ssl_")}
 
 
 def amqp_options(given: Any) -> Any:

@@ -144,8 +144,10 @@ SHAPES: dict[tuple[str, str], dict[str, Any]] = {
         "redisSentinelConfig": {
             "redisReplicationName": TEXT,
             "redisReplicationPassword": {"secretKeyRef": {"name": TEXT, "key": TEXT}},
-            **dict.fromkeys(("masterGroupName", "quorum", "downAfterMilliseconds", "failoverTimeout", "parallelSyncs"), TEXT),
-            **dict.fromkeys(("resolveHostnames", "announceHostnames"), {"yes", "no"}),
+            **dict.fromkeys(
+                ("masterGroupName", "quorum", "downAfterMilliseconds", "failoverTimeout", "parallelSyncs"), TEXT
+            ),
+            **{name: {"yes", "no"} for name in ("resolveHostnames", "announceHostnames")},
         },
         "env": ENV,
         "volumeMount": VOLUMES,

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import ast
-import hashlib
 import json
-import os
 import re
-import shlex
-import socket
 import subprocess
 import sys
 import tomllib
@@ -22,21 +18,17 @@ import pytest
 import uvicorn
 from typer.main import get_command
 
-from idempotency.attempt.hints import hint_name
 from idempotency.broker import rights as broker
 from idempotency.cli.root import cli
 from idempotency.environment import Environment
 from idempotency.settings import PREFIX, Settings
 from idempotency.store import rights as store
 from idempotency.upkeep import presence
-from idempotency.wire.keys import OperationId
 from scripts import kubernetes_secrets
 from tests.support.documents import ROOT
 from tests.support.encrypted import authority, make_certificates
 from tests.support.manifests import (
-    BUILDS,
     KUBERNETES,
-    TOOLS,
     Object,
     build,
     environment,
@@ -45,7 +37,6 @@ from tests.support.manifests import (
     main_container,
     matches,
     named,
-    need_tools,
     of_kind,
     ours,
     pod,
@@ -89,35 +80,7 @@ print(json.dumps({
     "version": given.code_version, "page": given.web_url, "file": str(given.sign_of_life_file),
     "secrets": [[name, key] for name, content in made.items() for key in content],
     "users": [user["name"] for user in json.loads(made["rabbitmq-definitions"]["rabbitmq.json"])["users"]],
-    "redis_users": made["redis-users"], "redis_operator": made["redis-operator"]["password"],
 }))
-"""
-
-
-# The same of many pods, each with its own variables and no other's: a process for each, in which only the application is loaded.
-EACH = """
-import json, os, sys, traceback
-import idempotency.checks.tls, idempotency.application, pydantic_settings
-import celery.app.amqp, httpx, iso4217, jinja2, kombu.transport.pyamqp, prometheus_client, pybreaker, standardwebhooks, stripe
-found = {}
-for name, variables in json.load(sys.stdin).items():
-    read, write = os.pipe()
-    if not os.fork():
-        os.environ.clear()
-        os.environ.update(variables)
-        try:
-            from tasks import app
-            app.loader.import_default_modules()
-            given = idempotency.application.settings_of(app)
-            said = {each.subject: each.found for each in idempotency.checks.tls.check_tls(app, given)} | {"owner": given.owner}
-        except BaseException:
-            said = {"error": traceback.format_exc(limit=1)}
-        os.write(write, json.dumps(said).encode())
-        os._exit(0)
-    os.close(write)
-    found[name] = json.loads(open(read).read())
-    os.wait()
-print(json.dumps(found))
 """
 
 
@@ -255,56 +218,8 @@ def test_every_variable_is_read_by_something() -> None:
     assert "IDEMPOTENCY_LEESE" not in read()
 
 
-def test_every_pod_starts_with_its_own_variables_and_verifies_every_server(tmp_path: Path) -> None:
-    authority_file = authority(make_certificates(tmp_path))
-    pods: dict[str, dict[str, str]] = {}
-    for directory, workload, container in ours():
-        given = settings(directory, container) | environment(container)
-        # of staging, what production has not: one Redis, and Flower
-        is_another = "production" in directory or workload["metadata"]["name"] in ("worker", "flower")
-        if is_another and "DATABASE_URL" in given:  # counters load no application
-            given = {name: value.replace("/certificates/ca.crt", authority_file) for name, value in given.items()}
-            given |= {name: "s" * 32 for name in ("IDEMPOTENCY_WEB_SECRET",) if name in given}
-            given |= {name: "smtps://mail.example" for name in ("SMTP_URL",) if name in given}
-            pods[f"{directory} {workload['metadata']['name']} {container['name']}"] = given
-    assert len(pods) == len(LOGINS) + 4
-    done = subprocess.run(
-        [sys.executable, "-c", EACH], cwd=ROOT, input=json.dumps(pods), capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    addresses = {"DATABASE_URL": "idempotency_database_url", "REDIS_URL": "idempotency_redis_url", "BROKER_URL": "broker_url"}  # fmt: skip
-    # of whose hints Redis' users may read and write: the same, whichever process makes them, and whatever the Secrets are made by
-    owner = "postgres-rw:5432/shop tasks"
-    assert found == {
-        name: {f"{addresses[each]} TLS": "verified, with the host's name" for each in addresses if each in given}
-        | {"owner": owner}
-        for name, given in pods.items()
-    }
-
-
-def test_the_users_of_redis_are_for_the_hints_of_the_pods(shown: Any) -> None:
-    users = {key: shown["redis_users"][key] for key in ("users.acl", "replicated.acl")}
-    assert all(f"~{hint_name(OperationId('default', 'a', 'b'), 'postgres-rw:5432/shop tasks')[:24]}" in text for text in users.values())  # fmt: skip
-    assert "user default off\n" in users["users.acl"]
-    # the operator logs in as the default user, so without a password for it nobody would need one
-    for key in ("replicated.acl", "sentinel.acl"):
-        (default,) = [line for line in shown["redis_users"][key].splitlines() if line.startswith("user default ")]
-        password = hashlib.sha256(shown["redis_operator"].encode()).hexdigest()
-        assert default == f"user default reset on #{password} ~* &* +@all"
-
-
 def test_version_and_page_are_those_of_the_manifests(shown: Any) -> None:
     assert (shown["version"], shown["page"]) == ("1.0.0", "https://ops.shop.example")
-
-
-@pytest.mark.parametrize("name", kubernetes_secrets.NEEDED)
-def test_secrets_are_not_made_of_what_no_process_starts_with(name: str) -> None:
-    given = os.environ | dict.fromkeys(kubernetes_secrets.GIVEN, "x") | {name: ""}
-    command = [sys.executable, "-m", "scripts.kubernetes_secrets"]
-    done = subprocess.run(command, cwd=ROOT, env=given, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr.strip() == f"empty: {name} (without them the application does not start)"
 
 
 def test_each_process_logs_in_as_its_role_and_none_as_the_owner() -> None:
@@ -561,51 +476,14 @@ def test_postgres_takes_the_connections_of_as_many_pods_as_there_may_be() -> Non
         pods = most.get(name) or workload["spec"]["replicas"]
         surge = workload["spec"].get("strategy", {}).get("rollingUpdate", {}).get("maxSurge", 0)
         is_pool = command[0] == "celery" and "worker" in command
-        each = 3 * (int(option(command, "--concurrency")) + 1) if is_pool else 2 * Settings.model_fields["pool_size"].default
+        each = (
+            3 * (int(option(command, "--concurrency")) + 1)
+            if is_pool
+            else 2 * Settings.model_fields["pool_size"].default
+        )
         needed += (pods + surge) * each
     parameters = cluster["spec"]["postgresql"]["parameters"]
     # some are the operator's and replicas'
     assert needed + 20 <= int(parameters["max_connections"]), needed
     source = (KUBERNETES / "dependencies" / "postgres.yaml").read_text()
     assert f" {needed}." in source
-
-
-# ---------------------------------------------------------------- the page
-
-
-def page_commands() -> list[list[str]]:
-    """The page's commands of kubectl, without what is piped into them."""
-    lines = re.findall(r"^    (\S.*)$", PAGE.read_text(), re.MULTILINE)
-    calls = [re.split(r"\s+#\s", line)[0].rpartition("| ")[2] for line in lines]
-    return [shlex.split(call) for call in calls if call.startswith("kubectl ")]
-
-
-def refusal(command: list[str]) -> str:
-    """What kubectl says of a command where no cluster answers."""
-    need_tools()
-    with socket.socket() as closed:
-        closed.bind(("127.0.0.1", 0))
-        # bound and not listening: refused
-        server = f"--server=http://127.0.0.1:{closed.getsockname()[1]}"
-        at = command.index("--") if "--" in command else len(command)
-        call = [TOOLS / command[0], *command[1:at], server, *command[at:]]
-        secret = {"apiVersion": "v1", "kind": "List", "items": [kubernetes_secrets.secret("a", {"b": "c"})]}
-        environment_ = {"KUBECONFIG": "/dev/null", "HOME": "/nonexistent", "PATH": os.environ["PATH"]}
-        done = subprocess.run(
-            call, cwd=ROOT, env=environment_, input=json.dumps(secret), capture_output=True, text=True, timeout=60, check=False
-        )  # fmt: skip
-    return done.stderr
-
-
-def test_every_command_of_the_page_is_one_of_kubectl() -> None:
-    commands = page_commands()
-    assert len(commands) >= 12
-    for command in commands:
-        assert "was refused" in refusal(command) or "connection refused" in refusal(command), (command, refusal(command))
-        if "--" in command:
-            check(command[command.index("--") + 1 :])
-        if "-k" in command:
-            directory = ROOT / command[command.index("-k") + 1]
-            assert str(directory.relative_to(KUBERNETES)) in BUILDS
-    assert "unknown flag" in refusal(["kubectl", "wait", "--until=condition=Ready", "pod/a"])
-    assert "unknown command" in refusal(["kubectl", "rollin", "restart", "deploy/a"])

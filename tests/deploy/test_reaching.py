@@ -197,7 +197,11 @@ def test_every_service_leads_to_pods_and_a_port_of_theirs() -> None:
     for service in [each for each in together() if each["kind"] == "Service"]:
         to = selected({"matchLabels": service["spec"]["selector"]})
         assert to == {service["metadata"]["name"]}
-        assert all(port["targetPort"] in pods("production")[name][1] for name in to for port in service["spec"].get("ports", []))
+        assert all(
+            port["targetPort"] in pods("production")[name][1]
+            for name in to
+            for port in service["spec"].get("ports", [])
+        )
 
 
 def test_addresses_are_the_names_of_services_and_of_certificates() -> None:

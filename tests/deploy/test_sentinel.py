@@ -10,7 +10,6 @@ import json
 import os
 import ssl
 import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -31,24 +30,13 @@ from idempotency.wire.keys import OperationId
 from scripts import kubernetes_secrets
 from services.server import Server
 from tests.deploy.test_processes import PRODUCTION, SERVERS, workloads
-from tests.support.documents import ROOT
+from tests.deploy.test_starting import OWNER, make_secrets
 from tests.support.encrypted import TlsRedis
+from tests.support.manifests import Object, environment, main_container, matches, named, of_kind
 from tests.support.processes import eventually
-from tests.support.manifests import Object, environment, main_container, matches, named, of_kind, settings
 
 HOST = "localhost"
 USAGES = {"server auth": ExtendedKeyUsageOID.SERVER_AUTH, "client auth": ExtendedKeyUsageOID.CLIENT_AUTH}
-MADE = """
-import json
-from scripts import kubernetes_secrets
-print(json.dumps(kubernetes_secrets.contents()))
-"""
-# Whose hints a pod's are.
-OWNER = """
-from idempotency.application import settings_of
-from tasks import app
-print(settings_of(app).owner)
-"""
 
 
 def replication() -> Object:
@@ -62,28 +50,7 @@ def watching() -> Object:
 @pytest.fixture(scope="module")
 def made() -> Any:
     """What the Secrets have, by name and key."""
-    given = dict.fromkeys(kubernetes_secrets.GIVEN, "x") | {"SMTP_URL": "smtps://mail.example"}
-    return json.loads(said_by(MADE, given))
-
-
-def said_by(program: str, given: dict[str, str]) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, env=os.environ | given, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
-
-
-@pytest.fixture(scope="module")
-def owner(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Whose hints those of a worker's pod are, which the users of Redis have to be for."""
-    container = main_container(named(workloads(), "worker"))
-    given = settings(PRODUCTION, container) | environment(container)
-    authority = tmp_path_factory.mktemp("authority") / "ca.crt"
-    authority.touch()
-    given = {name: value.replace("/certificates/ca.crt", str(authority)) for name, value in given.items()}
-    # by each word of the addresses: the Redis that its hints are in has users for this database alone
-    return said_by(OWNER, given | {"SMTP_URL": "smtps://mail.example"})
+    return {each["metadata"]["name"]: each["stringData"] for each in json.loads(make_secrets().stdout)["items"]}
 
 
 def certificates(directory: Path) -> Path:
@@ -130,7 +97,8 @@ class Node(TlsRedis):
     @property
     def is_primary(self) -> bool:
         with self.client() as client:
-            return client.info("replication")["role"] == "master"  # type: ignore[index]
+            found: Any = client.info("replication")
+            return str(found["role"]) == "master"
 
     def _command(self) -> Sequence[str | Path]:
         config, users = self.directory / "own.conf", self.directory / "user.acl"
@@ -213,7 +181,7 @@ def replicas(node: Node) -> int:
 def address(sentinels: list[Node], made: Any) -> str:
     """The address of the worker's pod, with these Sentinels instead of their Service."""
     value = environment(main_container(named(workloads(), "worker")))["REDIS_URL"]
-    (service,) = [part for part in value.split("@")[1].split("/")[:1]]
+    service = value.partition("@")[2].partition("/")[0]
     here = {
         ":secret@": f":{made['redis-hints']['password']}@",
         service: ",".join(f"{HOST}:{each.port}" for each in sentinels),
@@ -226,9 +194,7 @@ def address(sentinels: list[Node], made: Any) -> str:
 
 
 @pytest.mark.long
-def test_hints_and_the_doctor_follow_the_primary_by_its_name(
-    running: tuple[list[Node], list[Node]], made: Any, owner: str
-) -> None:
+def test_hints_and_the_doctor_follow_the_primary_by_its_name(running: tuple[list[Node], list[Node]], made: Any) -> None:
     nodes, sentinels = running
     url = address(sentinels, made)
     given = Settings.read({"database_url": "postgresql+psycopg://127.0.0.1/shop", "redis_url": url})
@@ -239,7 +205,7 @@ def test_hints_and_the_doctor_follow_the_primary_by_its_name(
 
     eventually(lambda: "redis sentinels: 3, of which 2 must agree; 1 replicas" in doctor(), what="three that agree")
     assert any("master, noeviction" in each for each in doctor())
-    hints = Hints(url, owner=owner, lease=60, timeout=2.0, pause=0.0)
+    hints = Hints(url, owner=OWNER, lease=60, timeout=2.0, pause=0.0)
 
     def works() -> bool:
         id = OperationId("default", "task", os.urandom(8).hex())
