@@ -29,7 +29,9 @@ def sentinel_options(address: str) -> dict[str, Any]:
 
     untyped: Any = connection
     url = f"rediss://localhost/0?{address.partition('/')[2].partition('?')[2]}"
-    return redis_options(url) | {name: value for name, value in untyped.parse_url(url).items() if name.startswith("ssl_")}
+    return redis_options(url) | {
+        name: value for name, value in untyped.parse_url(url).items() if name.startswith("ssl_")
+    }
 
 
 def amqp_options(given: Any) -> Any:

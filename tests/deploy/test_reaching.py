@@ -146,14 +146,13 @@ def test_redis_and_sentinels_reach_each_other_and_the_operator_both() -> None:
 
 @pytest.mark.parametrize("overlay", ["production", "staging"])
 def test_servers_look_up_names_and_the_job_reaches_them_before_the_processes_are_there(overlay: str) -> None:
-    before = [each for part in ("dependencies", "migrate") for each in of_kind(f"overlays/{overlay}/{part}", "NetworkPolicy")]  # fmt: skip
     servers = of_kind(f"overlays/{overlay}/dependencies", "NetworkPolicy")
     for name in (*MADE, "redis"):
         own = [each for each in servers if name in selected(each["spec"]["podSelector"], overlay)]
         ports = [port for policy in own for rule in rules(policy, "egress") for port in rule["ports"]]
         assert {"protocol": "UDP", "port": 53} in ports, name
-    assert _lets(before, "egress", "to", "migrate", "postgres", 5432, overlay)
-    assert _lets(before, "ingress", "from", "postgres", "migrate", 5432, overlay)
+    assert _lets(servers, "egress", "to", "migrate", "postgres", 5432, overlay)
+    assert _lets(servers, "ingress", "from", "postgres", "migrate", 5432, overlay)
     assert named(servers, "nothing")["spec"] == {"podSelector": {}, "policyTypes": ["Ingress", "Egress"]}
 
 
