@@ -10,7 +10,7 @@ from sqlalchemy import Connection, Row
 from ..attempt import conclusions
 from ..errors import DiscardRefused, NotAllowed
 from ..identities import looks_like, may
-from ..store import dead_letters, discards, operations, saga_changes, webhook_letters
+from ..store import archive, dead_letters, discards, operations, saga_changes, webhook_letters
 from ..wire import keys
 from ..wire.keys import OperationId
 from .change import Change, audit, called, repeated
@@ -90,6 +90,8 @@ def _locked(connection: Connection, letter: int) -> Row[Any]:
     row = discards.lock(connection, letter)
     if row is None:
         raise DiscardRefused(f"dead letter {letter}: already {dead_letters.show(connection, letter).status}")
+    if (archived := archive.in_the_way(connection, letter)) is not None:
+        raise DiscardRefused(f"dead letter {letter}: {archived}")
     return row
 
 

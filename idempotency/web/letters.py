@@ -25,18 +25,21 @@ from .doubts import link_of
 from .preview import preview, spent_at
 from .shown import done, page, path_of
 
+# Open ones without those that are archived, then these.
+STATES = ("open", "archived", "replayed", "discarded", "all")
 AGES = {"1h": 3600.0, "1d": 86400.0, "7d": 7 * 86400.0}
 
 
 def chosen(fields: dict[str, str]) -> Letters:
     """The filter that a query or a form asks for. Raises `ChangeRefused`."""
     status = text_of(fields, "status") or "open"
-    if status not in ("open", "replayed", "discarded", "all"):
-        raise ChangeRefused(f"status: open, replayed, discarded or all, got {status[:20]!r}")
+    if status not in STATES:
+        raise ChangeRefused(f"status: one of {', '.join(STATES)}, got {status[:20]!r}")
     within, over = (AGES.get(fields.get(name, "")) for name in ("within", "over"))
     named = {name: text_of(fields, name) for name in ("reason", "task", "tenant", "code_version")}
     return Letters(
-        None if status == "all" else status,
+        {"all": None, "archived": "open"}.get(status, status),
+        {"open": False, "archived": True}.get(status),
         **named,
         older_than=over,
         newer_than=within,
@@ -52,7 +55,7 @@ def show_list(request: Request) -> Response:
     with desk.reading() as connection:
         rows = letter_pages.page(connection, desk.service, visitor.tenants, only, limit=ROWS + 1)
     return page(
-        request, "letters.html", title="Dead letters", rows=rows[:ROWS], only=asdict(only), filters=Fields(asked), ages=list(AGES),
+        request, "letters.html", title="Dead letters", rows=rows[:ROWS], only=asdict(only), filters=Fields(asked), ages=list(AGES), states=STATES,
         more=rows[ROWS - 1].id if len(rows) > ROWS else None, book=_book(request, only.reason),
     )  # fmt: skip
 
