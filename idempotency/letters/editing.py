@@ -120,11 +120,12 @@ def _check_models(task: KeyedTask[..., Any], args: Sequence[Any], kwargs: Mappin
     function = inspect.unwrap(task.run)
     if function is task.run:  # nothing is made of them
         return
-    with suppress(NameError, AttributeError, TypeError):
+    hints: dict[str, Any] = {}
+    with suppress(NameError, AttributeError, TypeError):  # as Celery does: then they are known to the worker alone
         hints = typing.get_type_hints(function)
-        for name, value in keys.bind(task.signature_of_run, args, kwargs).items():
-            if _has_model(hints.get(name)):
-                _check_model(hints[name], name, value)
+    for name, value in keys.bind(task.signature_of_run, args, kwargs).items() if hints else ():
+        if _has_model(hints.get(name)):
+            _check_model(hints[name], name, value)
 
 
 def _has_model(hint: Any) -> bool:
