@@ -25,6 +25,7 @@ from ..store.statements import repeatable
 from ..text import attempts_made, number_of
 from ..upkeep import reports
 from .archive import archive_letters, restore_letters
+from .edits import approve_letter_edit, edit_letter, list_edits
 from .many import (
     DryRunOption,
     ErrorOption,
@@ -265,3 +266,6 @@ def consume(
 
 letters.command("archive")(archive_letters)
 letters.command("restore")(restore_letters)
+letters.command("edit")(edit_letter)
+letters.command("approve-edit")(approve_letter_edit)
+letters.command("edits")(list_edits)

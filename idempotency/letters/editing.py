@@ -14,6 +14,7 @@ from uuid import uuid4
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from ..errors import CallRefused, ChangeRefused, InvalidArguments
+from ..text import masked, one_line
 from ..wire import encoding, keys
 from ..wire.headers import FINGERPRINT_HEADER, TENANT_HEADER
 from ..wire.keys import OperationId
@@ -154,6 +155,17 @@ class _Absent:
 
 
 ABSENT = _Absent()
+
+
+def difference_shown(before: str, after: str, *, with_values: bool) -> list[tuple[str, str, str]]:
+    """The same for a person: kinds of values, or the values as JSON; `-` where there is none."""
+
+    def shown(value: Any) -> str:
+        if value is ABSENT:
+            return "-"
+        return encoding.dumps(value) if with_values else masked(value)
+
+    return [(one_line(str(name))[:80], shown(was), shown(now)) for name, was, now in difference(before, after)]
 
 
 def _named(text: str) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from . import runbooks
 from .confirming import digest, read_of
 from .desk import ROWS, Fields, change_of, desk_of, form_of, letter_of, number, text_of, visitor_of
 from .doubts import link_of
+from .edits import edits_of
 from .preview import preview, spent_at
 from .shown import done, page, path_of
 
@@ -78,11 +79,12 @@ def _shown(request: Request, letter: int, *, status: int = 200, **more: Any) -> 
         request_to_discard = discards.pending_request(connection, letter)
         warnings = to_confirm(connection, [letter]) if row.status == "open" else []
         looked = preview(desk, connection, row, operation)
+        found = edits_of(desk, connection, row, more.get("revealed"))
         in_doubt = doubts.of_letter(connection, desk.service, visitor_of(request).tenants, letter)
     given = {
         "row": row, "id": id, "operation": operation, "asked_to_discard": request_to_discard, "warnings": warnings,
         "read": " ".join(digest(each) for each in warnings), "preview": looked,
-        "book": _book(request, row.reason), "revealed": None, "why": None,
+        "book": _book(request, row.reason), "revealed": None, "why": None, "edits": found,
         "spent_at": spent_at(row, None if operation is None else operation["record"]),
         "in_doubt": [(each, link_of(desk, each.task, each.effect, each.provider_key)) for each in in_doubt],
     }  # fmt: skip

@@ -16,12 +16,13 @@ from ..operate.change import Shown
 from ..operate.release import release
 from ..operate.reveal import reveal
 from ..store import operation_pages, operations, provider_keys, saga_reading
+from ..text import masked
 from ..wire import encoding
 from ..wire.keys import OperationId
 from ..wire.message import Message
 from .desk import ROWS, Fields, change_of, desk_of, form_of, number, operation_of, seen, text_of, visitor_of
 from .doubts import link_of
-from .shown import done, masked, page, path_of
+from .shown import done, page, path_of
 from .timeline import entries
 
 STAGES = ("accepted", "running", "released", "ended")

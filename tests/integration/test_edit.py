@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 from celery import Celery
 from pydantic import BaseModel
 from sqlalchemy import Connection, text
+from typer.testing import CliRunner
 
 from idempotency import PermanentError
-from idempotency.errors import ChangeRefused, NotAllowed, NotAuthenticated
+from idempotency.application import close_runtime
+from idempotency.cli.root import cli
+from idempotency.errors import ChangeRefused, IdempotencyError, NotAllowed, NotAuthenticated
+from idempotency.letters.consumer import DeadLetterConsumer
 from idempotency.letters.editing import difference
 from idempotency.operate.archive import archive
 from idempotency.operate.change import Change
@@ -23,14 +28,16 @@ from idempotency.sagas import saga
 from idempotency.store import edits
 from idempotency.upkeep import maintenance
 from idempotency.wire.keys import OperationId
+from tests.support import bank as b
 from tests.support import operations as op
+from tests.support.dead_messages import body_of, die, reject, waiting
 from tests.support.deliveries import Deliveries, Outcome, deliver_row
 from tests.support.operators import snapshot
 from tests.support.tasks import Provider, enqueued, make_task
 
 ANN = Change("ann", "a typing error in the amount", is_verified=True)
-WRONG = {"order_id": "o1", "cents": -5}
-RIGHT = {"order_id": "o1", "cents": 500}
+WRONG: dict[str, Any] = {"order_id": "o1", "cents": -5}
+RIGHT: dict[str, Any] = {"order_id": "o1", "cents": 500}
 
 
 @pytest.fixture
@@ -393,7 +400,7 @@ def test_of_what_moves_money_another_person_approves(
 ) -> None:
     task = task_of(bank, ran, moves_money=True)
     deliveries.deliver(task, **WRONG)
-    letter = op.dead_letters(connection)[0].id
+    letter = int(op.dead_letters(connection)[0].id)
     with pytest.raises(NotAuthenticated, match="moves money"):
         edit(bank, letter, payload(**RIGHT), Change("ann", "typo"))
     ann, ben = Person("ann", "approver"), Person("ben", "approver")
@@ -454,3 +461,65 @@ def test_an_edit_that_is_repeated_is_made_once(bank: Celery, letter: int, connec
     change = Change("ann", "typo", "r1")
     assert [edit(bank, letter, payload(**RIGHT), change) for _ in range(2)] == [True, True]
     assert len(edits.history(connection, letter)) == 1
+
+
+def test_the_commands_edit_and_show_who_has(
+    bank: Celery, letter: int, connection: Connection, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
+
+    def run(*arguments: object, status: int = 0) -> str:
+        result = CliRunner().invoke(cli, [*map(str, arguments), "-A", "tests.support.bank"])
+        assert (1 if isinstance(result.exception, IdempotencyError) else result.exit_code) == status, result.output
+        return result.output or str(result.exception)
+
+    file = tmp_path / "payload.json"
+    file.write_text(payload(**RIGHT))
+    command = ("dead-letters", "edit", letter, "--payload", file, "--reason", "typing error", "--as", "ann")
+    assert "another file" not in run(*command[:4], tmp_path / "none", *command[5:], status=1)
+    assert f"dead letter {letter} edited" in run(*command)
+    assert json.loads(run("dead-letters", "edits", letter, "--json"))[0]["changed"] == {
+        "cents": {"before": "••• number", "after": "••• number"}
+    }
+    assert "500" not in run("dead-letters", "edits", letter)
+    assert "reason" in run("dead-letters", "edits", letter, "--reveal", status=1)
+    revealed = run("dead-letters", "edits", letter, "--reveal", "--reason", "ticket 7", "--json", "--as", "ann")
+    assert json.loads(revealed)[0]["changed"] == {"cents": {"before": "-5", "after": "500"}}
+    actions = connection.execute(text("SELECT action, reason FROM idempotency.audit ORDER BY id")).all()
+    assert [tuple(row) for row in actions] == [("edit", "typing error"), ("reveal", "ticket 7")]
+
+
+# ---------------------------------------------------------------- by the broker
+
+
+def test_a_dead_copy_of_a_message_that_was_edited_makes_no_letter(
+    bank: Celery, consumer: DeadLetterConsumer, connection: Connection, deliveries: Deliveries
+) -> None:
+    die(bank, consumer, body_of("a1"))
+    assert consumer.run_once() == 1
+    (found,) = op.dead_letters(connection)
+    assert (found.reason, found.key) == ("rejected", "a1")
+    edit(bank, found.id, json.dumps({"args": ["a1", 7]}), ANN)
+    reject(bank, body_of("a1"))
+    consumer.run_once()
+    assert waiting(bank) == 0
+    assert len(op.dead_letters(connection)) == 1
+    task = bank.tasks[b.deposit.name]
+    assert replay_and_run(bank, found.id, connection, deliveries, task).value == {"account": "a1", "amount": 7}
+
+
+def test_a_letter_whose_message_was_not_signed_is_not_edited_and_one_of_an_outbox_row_is(
+    bank: Celery, task: Any, letter: int, connection: Connection, deliveries: Deliveries
+) -> None:
+    bank.conf.idempotency_message_secrets = ["s" * 40]
+    close_runtime(bank)
+    try:
+        assert edit(bank, letter, payload(**RIGHT), ANN)  # its operation has run: a worker has checked it
+        connection.execute(text("UPDATE idempotency.dead_letters SET source = 'broker'"))
+        with pytest.raises(ChangeRefused, match="only what this application has signed is sent again"):
+            edit(bank, letter, payload(order_id="o1", cents=7), ANN)
+        connection.execute(text("UPDATE idempotency.dead_letters SET source = 'operation'"))
+        replay(bank, letter, ANN)
+    finally:
+        bank.conf.idempotency_message_secrets = ""
+        close_runtime(bank)

@@ -18,8 +18,9 @@ from sqlalchemy.exc import DBAPIError
 from idempotency import Happened, PermanentError, StillUnknown, reasons
 from idempotency.application import runtime_of
 from idempotency.sagas import saga
+from idempotency.text import masked
 from idempotency.web import runbooks
-from idempotency.web.shown import age, count, masked, short
+from idempotency.web.shown import age, count, short
 from tests.support import bank as b
 from tests.support import operations as op
 from tests.support.deliveries import Deliveries, deliver_row
