@@ -16,6 +16,7 @@ from ..store import dead_letters, discards, operations, saga_changes
 from ..store.statements import repeatable
 from ..wire.keys import OperationId
 from .change import Change, audit, called, repeated
+from .discard import is_same_request
 from .money import NEEDS_TOKEN, letters_move_money
 
 
@@ -36,14 +37,14 @@ def archive(app: Celery, letter: int, change: Change) -> None:
             raise ChangeRefused(
                 f"dead letter {letter}: the saga {called(saga)} has stopped; see to it by `saga retry` or `saga cancel`"
             )
-        if discards.lock(connection, letter) is None:
+        if (row := discards.lock(connection, letter)) is None:
             raise ChangeRefused(f"dead letter {letter}: already {dead_letters.show(connection, letter).status}")
         if (asked := discards.requested(connection, letter)) is not None and asked.approved_by is None:
             raise ChangeRefused(
                 f"dead letter {letter}: {asked.requested_by!r} has asked to discard it; another admin can approve"
             )
         record = None if id is None else operations.read_locked(connection, id)
-        if record is not None and conclusions.is_open(record.effects):
+        if record is not None and is_same_request(row, record) and conclusions.is_open(record.effects):
             raise ChangeRefused(
                 f"dead letter {letter}: an effect of its operation was begun and its outcome is not known; "
                 "resolve it first with `effects resolve`"

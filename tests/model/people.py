@@ -8,10 +8,12 @@ from collections.abc import Iterator
 import hypothesis.strategies as st
 import pytest
 from hypothesis.stateful import precondition, rule
+from sqlalchemy import text
 
 from idempotency.attempt.effects import Happened
 from idempotency.errors import ChangeRefused, DiscardRefused, OperationNotFound, ReplayRefused
 from idempotency.operate import discard
+from idempotency.operate.archive import archive, restore
 from idempotency.operate.cancel import cancel
 from idempotency.operate.change import Change, Shown, read
 from idempotency.operate.people import Person
@@ -141,6 +143,7 @@ class People(Claims):
         # its delivery could not be published, and nothing else brings it
         waits = record is not None and record.status == "released" and letter.reason == "unpublishable"
         may = letter.status == "open" and letter.fingerprint is not None and (reopens or waits or record is None)
+        may = may and not self._is_archived(number)
         with refused(not may, ReplayRefused), self.transaction() as connection:
             dead_letters.replay(connection, number, service=self.runtime.settings.service, app=self.app)
         if not may:
@@ -175,6 +178,7 @@ class People(Claims):
     def _ask_to_discard(self, number: int, person: str) -> None:
         letter = self.letters[number]
         may = letter.status == "open" and letter.asked_by is None and not self._is_open(letter)
+        may = may and not self._is_archived(number)
         with refused(not may, DiscardRefused), self.transaction() as connection:
             discard.request(connection, Person(person, "operator"), number, "not worth it")
         if may:
@@ -196,6 +200,24 @@ class People(Claims):
             named = row_number == letter.row or without_row
             if named and row.status == "published" and (record is None or record.fingerprint != row.fingerprint):
                 row.settled = True
+
+    @precondition(lambda self: self.letters)
+    @rule(n=which, restores=st.booleans())
+    def put_away(self, n: int, restores: bool) -> None:
+        """Into the archive, or out of it: nothing else changes, as all checks say."""
+        number = nth(list(self.letters), n)
+        letter, was = self.letters[number], self._is_archived(number)
+        if restores:
+            may = letter.status == "open" and was
+        else:
+            may = letter.status == "open" and not was and letter.asked_by is None and not self._is_open(letter)
+        with refused(not may, ChangeRefused):
+            (restore if restores else archive)(self.app, number, Change("ana", "not now"))
+        assert self._is_archived(number) == (was if not may else not restores)
+
+    def _is_archived(self, number: int) -> bool:
+        query = text("SELECT archived_at IS NOT NULL AND status = 'open' FROM idempotency.dead_letters WHERE id = :id")
+        return bool(self.connection.execute(query, {"id": number}).scalar_one())
 
     def _is_the_last_way_on(self, letter: Letter) -> bool:
         """Whether its request has an effect of unknown outcome, is running, or has no row that will deliver it."""

@@ -18,6 +18,7 @@ from idempotency.web.application import create_app
 from idempotency.web.business import BusinessRow, Described
 from tests.support import bank as b
 from tests.support.deliveries import Deliveries
+from tests.support.documents import python_blocks
 from tests.web.conftest import Browser, Open
 from tests.web.test_changes import audited, shown
 
@@ -164,3 +165,16 @@ def test_a_name_of_no_function_is_refused_when_the_page_starts(
     configure(business_rows=name)
     with pytest.raises(SettingsError, match=why):
         create_app(bank)
+
+
+def test_the_example_of_the_page_runs(connection: Connection) -> None:
+    (example,) = python_blocks("docs/web.md")
+    names: dict[str, Any] = {}
+    exec(example, names)
+    connection.execute(text("CREATE TEMP TABLE payments (id text, status text, amount int, created_at timestamptz)"))
+    connection.execute(text("INSERT INTO payments VALUES ('p1', 'captured', 500, now()), ('p2', 'failed', 1, now())"))
+    asked = [Described("acme", task, "p1", {"payment_id": "p1"}) for task in ("payments.capture", "mails.send")]
+    (row,), nothing = (list(names["rows_of"](Session(connection), operation)) for operation in asked)
+    assert (row.title, row.fields) == ("payment", {"status": "captured", "amount": 500})
+    assert row.at.tzinfo is not None
+    assert nothing == []
