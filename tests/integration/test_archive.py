@@ -24,6 +24,7 @@ from idempotency.store import alarms, dead_letters, schema
 from idempotency.store.dead_letters import Selection
 from idempotency.store.overview import monitoring_connection
 from idempotency.upkeep import maintenance, overview
+from idempotency.upkeep.backlog import Backlog
 from tests.support import bank as b
 from tests.support import operations as op
 from tests.support.deliveries import Deliveries
@@ -85,6 +86,9 @@ def test_an_archived_letter_leaves_lists_counts_and_alarms_and_comes_back(
         status = overview.status(monitoring, bank, settings)["dead_letters"]
     assert (status["open"], status["archived"], status["by_reason"]) == (0, 1, [])
     assert 0 <= status["oldest_archived_seconds"] < 60
+    gauges = {metric.name: metric for metric in Backlog(bank).collect()}
+    assert [sample.value for sample in gauges["idempotency_dead_letters_archived"].samples] == [1]
+    assert gauges["idempotency_dead_letters_open"].samples == []
     (found,) = [each for each in checks.check_processes(bank, settings) if each.subject == "archive"]
     assert "1 dead letter is archived and open, the oldest for 0.0 days" in found.found
 

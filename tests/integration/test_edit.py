@@ -229,6 +229,31 @@ def test_a_message_whose_arguments_did_not_fit_is_corrected_before_it_has_begun(
     assert ran == [500]
 
 
+def test_a_row_that_could_not_be_published_keeps_its_place_with_its_new_message(
+    bank: Celery, task: Any, connection: Connection, deliveries: Deliveries, ran: list[int]
+) -> None:
+    enqueued(connection, task, **WRONG, ordering_key="customer-1")
+    place = op.outbox(connection)[-1].place
+    assert place is not None
+    connection.execute(
+        text(
+            "UPDATE idempotency.outbox SET status = 'failed', settled_at = now(), last_error = 'too long', attempts = 1"
+        )
+    )
+    connection.execute(
+        text("INSERT INTO idempotency.dead_letters (source, outbox_id, message_id, tenant, task, key, fingerprint, header_task,"
+             " consumer_service, reason, payload) SELECT 'relay', id, message_id, tenant, task, key, fingerprint, task, service,"
+             " 'unpublishable', message FROM idempotency.outbox")
+    )  # fmt: skip
+    (found,) = op.dead_letters(connection)
+    assert edit(bank, found.id, payload(**RIGHT), ANN)
+    replay(bank, found.id, ANN)
+    (row,) = op.outbox(connection)
+    assert (row.status, row.place) == ("pending", place)
+    assert deliver_newest(connection, deliveries, task).value == {"refunded": 500}
+    assert ran == [500]
+
+
 def test_a_body_that_could_not_be_read_is_replaced(
     bank: Celery, task: Any, connection: Connection, deliveries: Deliveries
 ) -> None:
