@@ -548,3 +548,34 @@ def test_a_letter_whose_message_was_not_signed_is_not_edited_and_one_of_an_outbo
     finally:
         bank.conf.idempotency_message_secrets = ""
         close_runtime(bank)
+
+
+@pytest.mark.parametrize("replays_first", [True, False])
+def test_a_replay_and_an_edit_at_once_send_one_message_that_is_whole(
+    bank: Celery,
+    task: Any,
+    letter: int,
+    connection: Connection,
+    deliveries: Deliveries,
+    ran: list[int],
+    replays_first: bool,
+) -> None:
+    def work(n: int) -> str:
+        try:
+            if (n == 0) is replays_first:
+                replay(bank, letter, ANN)
+                return "replayed"
+            edit(bank, letter, payload(**RIGHT), ANN)
+        except ChangeRefused as refused:
+            return str(refused).partition(": ")[2]
+        return "edited"
+
+    done = set(op.at_once(2, work))
+    assert done in ({"replayed", "edited"}, {"replayed", "already replayed"})
+    outcome = deliver_newest(connection, deliveries, task)
+    if "edited" in done:
+        assert outcome.value == {"refunded": 500}
+    else:
+        assert outcome.value.code == "invalid_amount"
+    record = op.record(connection, OperationId("default", task.name, "o1"))
+    assert op.outbox(connection)[-1].fingerprint == record.fingerprint

@@ -37,7 +37,9 @@ def fixture_database(pair: PostgresPair, template: str) -> Iterator[str]:
     assert pair.is_whole
     # a commit that waits for the standby, which `execute` does not: a test may kill the primary at once
     with psycopg.connect(plain_address(pair.primary.url), autocommit=True) as connection:
-        connection.execute(sql.SQL("CREATE DATABASE {} TEMPLATE {}").format(sql.Identifier(name), sql.Identifier(template)))
+        connection.execute(
+            sql.SQL("CREATE DATABASE {} TEMPLATE {}").format(sql.Identifier(name), sql.Identifier(template))
+        )
     yield pair.url(name)
     pair.primary.start()
     pair.require_standby(True)
