@@ -57,19 +57,23 @@ def edit_letter(
         print_line(f"dead letter {letter} edited; `dead-letters replay {letter}` sends it")
     else:
         print_line(
-            f"dead letter {letter}: edit asked for; another person has to approve: `dead-letters approve-edit {letter}`"
+            f"dead letter {letter}: edit asked for; another person has to approve: `dead-letters edits {letter}`"
         )
 
 
 def approve_letter_edit(
-    letter: LetterArgument, service: ServiceOption = None, app: AppOption = "", as_json: JsonOption = False
+    letter: LetterArgument,
+    asked_for: Annotated[int, typer.Argument(metavar="EDIT", help="The edit, by the number that `edits` shows.")],
+    service: ServiceOption = None,
+    app: AppOption = "",
+    as_json: JsonOption = False,
 ) -> None:
-    """Make the edit that another person has asked for. Needs the role approver or admin. Your token: IDEMPOTENCY_TOKEN."""
+    """Make the edit that another person has asked for, once you have looked at it. Needs the role approver or admin. Your token: IDEMPOTENCY_TOKEN."""
     celery = application(app)
     runtime = runtime_of(celery)
     person = authenticate(runtime, operators_token(), role="approver", action="approve-edit", letter=letter)
     check_service(runtime, [letter], service)
-    approve_edit(celery, person, letter)
+    approve_edit(celery, person, letter, asked_for)
     if as_json:
         print_json({"edited": letter})
     else:
@@ -97,13 +101,13 @@ def list_edits(
     if as_json:
         print_json(rows)
         return
-    columns = ("edited_at", "edited_by", "approved_by", "applied_at", "reason", "changed")
+    columns = ("id", "edited_at", "edited_by", "approved_by", "applied_at", "reason", "changed")
     print_table(*columns, rows=([row[column] for column in columns] for row in rows))
 
 
 def _shown(row: Any, reveal: bool) -> dict[str, Any]:
     changed = difference_shown(row.before, row.after, with_values=reveal)
-    names = ("edited_at", "edited_by", "approved_by", "applied_at", "reason")
+    names = ("id", "edited_at", "edited_by", "approved_by", "applied_at", "reason")
     return {name: getattr(row, name) for name in names} | {
         "changed": {name: {"before": before, "after": after} for name, before, after in changed}
     }

@@ -7,6 +7,7 @@ recorded, or told to a provider, was so with the arguments of before. Of what mo
 from __future__ import annotations
 
 from dataclasses import dataclass
+from hashlib import sha256
 from typing import Any
 
 from celery import Celery
@@ -48,11 +49,13 @@ class _Editable:
 
 
 @repeatable
-def edit(app: Celery, letter: int, corrected: str, change: Change, *, person: Person | None = None) -> bool:
+def edit(
+    app: Celery, letter: int, corrected: str, change: Change, *, person: Person | None = None, shown: str | None = None
+) -> bool:
     """Give an open dead letter other arguments, `{"args": [...], "kwargs": {...}}` as JSON, to be replayed afterwards.
 
     Returns whether it is done; of what moves money, it is asked for, and another person approves by `approve_edit`. `person`: who has
-    proved who they are. Raises `OperationNotFound`, `NotAuthenticated`, and `ChangeRefused`, which names no value: for arguments that
+    proved who they are. `shown`: the `digest` of the message that they have looked at, if they have. Raises `OperationNotFound`, `NotAuthenticated`, and `ChangeRefused`, which names no value: for arguments that
     the task does not take or that name another operation, and for a letter whose operation has done something, runs, has
     ended well, is a saga or was called by one.
     """
@@ -66,6 +69,8 @@ def edit(app: Celery, letter: int, corrected: str, change: Change, *, person: Pe
         if moves_money and (not change.is_verified or person is None):
             raise NotAuthenticated(f"dead letter {letter}: {NEEDS_TOKEN}")
         row = _locked(app, connection, letter)
+        if shown not in (None, digest(row.payload)):
+            raise ChangeRefused(f"dead letter {letter}: its message is another one than was shown; look again")
         asked = edits.waiting(connection, letter)
         if asked is not None and looks_like(asked.edited_by) != looks_like(change.actor):
             raise ChangeRefused(
@@ -85,8 +90,11 @@ def edit(app: Celery, letter: int, corrected: str, change: Change, *, person: Pe
 
 
 @repeatable
-def approve_edit(app: Celery, person: Person, letter: int) -> None:
-    """Make the edit that another person has asked for. Raises `OperationNotFound`, `NotAllowed` and `ChangeRefused`."""
+def approve_edit(app: Celery, person: Person, letter: int, asked_for: int) -> None:
+    """Make the edit of this number, which another person has asked for: what they have asked for since is another one.
+
+    Raises `OperationNotFound`, `NotAllowed` and `ChangeRefused`.
+    """
     if not may(person.role, "approver"):
         raise NotAllowed(f"approve-edit: needs the role approver, {person.name!r} is {person.role}")
     app.loader.import_default_modules()
@@ -95,6 +103,10 @@ def approve_edit(app: Celery, person: Person, letter: int) -> None:
         asked = edits.waiting(connection, letter)
         if asked is None:
             raise ChangeRefused(f"dead letter {letter}: no one has asked for an edit")
+        if asked.id != asked_for:
+            raise ChangeRefused(
+                f"dead letter {letter}: the edit that waits is {asked.id}, not {asked_for}; look at that one"
+            )
         if looks_like(asked.edited_by) == looks_like(person.name):
             raise ChangeRefused(
                 f"dead letter {letter}: {asked.edited_by!r} asked for it, so another person has to approve"
@@ -115,6 +127,11 @@ def approve_edit(app: Celery, person: Person, letter: int) -> None:
         _apply(connection, found)
         change = Change(person.name, asked.reason, is_verified=True, check_person=person.check)
         audit(connection, change, "edit_approved", id, record, details={"dead_letter": letter})
+
+
+def digest(payload: str) -> str:
+    """What identifies a letter's message, so that nobody edits another one than they were shown."""
+    return sha256(payload.encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
 
 def why_not(app: Celery, connection: Connection, letter: int) -> str | None:

@@ -14,7 +14,7 @@ from starlette.routing import Route
 
 from ..errors import NotAuthenticated, OperationNotFound
 from ..letters.editing import arguments_of, difference_shown
-from ..operate.edit import approve_edit, edit, why_not
+from ..operate.edit import approve_edit, digest, edit, why_not
 from ..store import edits
 from ..wire import encoding
 from ..wire.message import Message
@@ -24,11 +24,12 @@ from .shown import done
 
 @dataclass(frozen=True, slots=True)
 class Edits:
-    """What the page of a letter says of edits. `refused`: why there is no form; `text`: what its form begins with."""
+    """What the page of a letter says of edits. `refused`: why there is no form; `text`: what its form begins with, of the message `shown`."""
 
     history: Sequence[Mapping[str, Any]]
     refused: str | None
     text: str
+    shown: str
 
     @property
     def waits(self) -> Mapping[str, Any] | None:
@@ -49,7 +50,7 @@ def edits_of(desk: Desk, connection: Connection, row: Any, revealed: Mapping[str
         for each in edits.history(connection, row.id)
     ]
     refused = why_not(desk.celery, connection, row.id)
-    return Edits(history, refused, _text(row.payload) if is_revealed else "")
+    return Edits(history, refused, _text(row.payload) if is_revealed else "", digest(row.payload))
 
 
 def _text(payload: str) -> str:
@@ -70,9 +71,9 @@ def edit_one(request: Request) -> Response:
     letter = request.path_params["letter"]
     with desk.reading() as connection:
         letter_of(request, connection, letter)
-    text = form_of(request).get("payload", "")
+    form = form_of(request)
     person = visitor.person if visitor.is_verified else None
-    if edit(desk.celery, letter, text, change_of(request), person=person):
+    if edit(desk.celery, letter, form.get("payload", ""), change_of(request), person=person, shown=form.get("shown")):
         return done(request, f"/letters/{letter}", "Its message is edited; a replay sends it as it is now.")
     return done(
         request, f"/letters/{letter}", "Asked for: it moves money, so another person, an approver, has to approve."
@@ -90,7 +91,10 @@ def approve(request: Request) -> Response:
         raise OperationNotFound("letter: which one")
     with desk.reading() as connection:
         letter_of(request, connection, letter)
-    approve_edit(desk.celery, visitor.person, letter)
+    asked_for = number(form_of(request).get("edit"), what="edit")
+    if asked_for is None:
+        raise OperationNotFound("edit: which one")
+    approve_edit(desk.celery, visitor.person, letter, asked_for)
     return done(request, f"/letters/{letter}", "Its message is edited; a replay sends it as it is now.")
 
 

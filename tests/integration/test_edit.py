@@ -434,20 +434,30 @@ def test_of_what_moves_money_another_person_approves(
     assert op.dead_letters(connection) == before
     with pytest.raises(ChangeRefused, match="'ann' has asked for an edit already"):
         edit(bank, letter, payload(order_id="o1", cents=7), Change("ben", "x", is_verified=True), person=ben)
+    (first,) = edits.history(connection, letter)
+    # she thinks better of it: what another person has looked at is not what would be approved
+    edit(bank, letter, payload(order_id="o1", cents=501), ANN, person=ann)
+    with pytest.raises(ChangeRefused, match="look at that one"):
+        approve_edit(bank, ben, letter, first.id)
+    edit(bank, letter, payload(**RIGHT), ANN, person=ann)
+    (asked,) = edits.history(connection, letter)
     with pytest.raises(ChangeRefused, match="another person has to approve"):
-        approve_edit(bank, ann, letter)
+        approve_edit(bank, ann, letter, asked.id)
     with pytest.raises(NotAllowed, match="needs the role approver"):
-        approve_edit(bank, Person("olga", "operator"), letter)
+        approve_edit(bank, Person("olga", "operator"), letter, asked.id)
     with pytest.raises(ChangeRefused, match="known in another way"):
-        approve_edit(bank, Person("ben", "approver", "https://company"), letter)
-    approve_edit(bank, ben, letter)
+        approve_edit(bank, Person("ben", "approver", "https://company"), letter, asked.id)
+    approve_edit(bank, ben, letter, asked.id)
     with pytest.raises(ChangeRefused, match="no one has asked"):
-        approve_edit(bank, ben, letter)
+        approve_edit(bank, ben, letter, asked.id)
     (row,) = edits.history(connection, letter)
     assert (row.edited_by, row.approved_by, row.reason) == ("ann", "ben", ANN.reason)
     assert replay_and_run(bank, letter, connection, deliveries, task).value == {"refunded": 500}
     actions = connection.execute(text("SELECT actor, action FROM idempotency.audit ORDER BY id")).all()
-    assert [tuple(row) for row in actions] == [("ann", "edit_requested"), ("ben", "edit_approved"), ("ann", "replay")]
+    assert [tuple(row) for row in actions] == [("ann", "edit_requested")] * 3 + [
+        ("ben", "edit_approved"),
+        ("ann", "replay"),
+    ]
 
 
 def test_the_history_goes_with_the_letter_and_the_former_fingerprints_with_the_record(

@@ -42,6 +42,8 @@ def test_an_operator_edits_a_message_and_replays_it(
     revealed = html.unescape(tina.post(f"{path}/reveal", {"reason": "ticket 7"}).text)
     assert '"iban": "DE00-not-one"' in revealed.partition("<textarea")[2].partition("</textarea>")[0]
 
+    stale = tina.post(f"{path}/edit", {"reason": "x", "payload": RIGHT, "shown": "of another message"})
+    assert (stale.status_code, "another one than was shown" in stale.text) == (409, True)
     refused = tina.post(f"{path}/edit", {"reason": "x", "payload": RIGHT.replace("o1", "o2")})
     assert (refused.status_code, "another key" in refused.text, "DE02" in refused.text) == (409, True, False)
     assert tina.post(f"{path}/edit", {"reason": "typing error", "payload": RIGHT}).status_code == 303
@@ -74,10 +76,14 @@ def test_of_money_another_person_approves_an_edit(
     waiting = anna.get("/approvals").text
     assert f'href="{path}"' in waiting.partition('id="edits"')[2]
     assert f'href="{path}"' not in browser("tina").get("/approvals").text, "of another tenant"
-    assert otto.post("/approvals/approve-edit", {"letter": str(letter.id)}).status_code == 403
-    assert adam.post("/approvals/approve-edit", {"letter": str(letter.id)}).status_code == 409
-    assert "Approve what adam has asked for" in anna.get(path).text
-    assert anna.post("/approvals/approve-edit", {"letter": str(letter.id)}).status_code == 303
+    form = anna.get(path).text.partition("Approve the edit")[2]
+    asked = {"letter": str(letter.id), "edit": form.partition('name="edit" value="')[2].partition('"')[0]}
+    assert "Approve what adam has asked for" in form
+    assert "Approve the edit" not in adam.get(path).text
+    assert otto.post("/approvals/approve-edit", asked).status_code == 403
+    assert adam.post("/approvals/approve-edit", asked).status_code == 409
+    assert anna.post("/approvals/approve-edit", asked | {"edit": "999"}).status_code == 409
+    assert anna.post("/approvals/approve-edit", asked).status_code == 303
     assert "no edit waits" in anna.get("/approvals").text
     assert "edited: adam at" in shown(otto.get(path))
     assert [row.actor for row in audited(connection, "edit_approved")] == ["anna"]
