@@ -18,6 +18,7 @@ from ..reasons import ALTERED, CANCELLED, FOUND_BY_US, REVOKED, UNHANDLED, UNSIG
 from ..settings import Settings
 from ..store import (
     dead_letters,
+    edits,
     erasure,
     letter_messages,
     letter_operations,
@@ -90,7 +91,7 @@ def replay(app: Celery, letter: int, change: Change, *, confirmed: Collection[To
         if not change.is_verified and letters_move_money(app, connection, [letter]):
             raise NotAuthenticated(f"dead letter {letter}: {NEEDS_TOKEN}")
         service = runtime.settings.service
-        _check_signature(connection, letter, runtime.settings)
+        check_signature(connection, letter, runtime.settings)
         _check_not_erased(connection, letter)
         _check_cell(connection, letter, runtime.settings)
         _check_has_message(connection, letter, runtime.settings)
@@ -211,7 +212,7 @@ def _reopen_webhook(connection: Connection, letter: int) -> None:
     webhook_letters.wait_again(connection, webhook.id)
 
 
-def _check_signature(connection: Connection, letter: int, settings: Settings) -> None:
+def check_signature(connection: Connection, letter: int, settings: Settings) -> None:
     """Raise `ReplayRefused` for a message whose signature was not valid and still is not: a replay is signed."""
     row = dead_letters.show(connection, letter)
     is_doubted = row.reason in (UNSIGNED, ALTERED)
@@ -226,7 +227,9 @@ def _check_signature(connection: Connection, letter: int, settings: Settings) ->
     in_transition = settings.unsigned_until is not None and datetime.now(UTC) < settings.unsigned_until
     if not is_doubted and (not is_strange or in_transition):
         return
-    message = letter_messages.stored_message(letter, row.payload)
+    # of one that was edited, that of the message as it came: the edit was allowed by it
+    payload = edits.first_payload(connection, letter) or row.payload
+    message = letter_messages.stored_message(letter, payload)
     try:
         headers = json.loads(row.headers or "{}")
     except (ValueError, RecursionError):
