@@ -128,6 +128,8 @@ for _name in Settings.model_fields:
 idempotency_database_url = environment.database_url
 idempotency_redis_url = environment.redis_url
 
+# Which rows of ours the page of `idempotency web` shows beside an operation.
+idempotency_business_rows = "tasks.ledger:rows_of"
 # The reasons of this application's own that have a page in docs/runbooks.
 idempotency_own_runbooks = (
     "card_declined", "carrier_refused", "charge_of_another", "charged_twice", "exceeds_captured", "invalid_recipient",

@@ -49,7 +49,7 @@ Filter = Annotated[str | None, Query(max_length=255, pattern=r"^[^\x00]*$")]
 @router.get("", summary="The newest dead letters")
 def list_letters(
     _: Operator,
-    status: Annotated[str, Query(pattern="^(open|replayed|discarded|all)$")] = "open",
+    status: Annotated[str, Query(pattern="^(open|archived|replayed|discarded|all)$")] = "open",
     task: Filter = None,
     error: Filter = None,
     tenant: Filter = None,
@@ -57,7 +57,9 @@ def list_letters(
 ) -> list[dict[str, Any]]:
     """Of this application; without payloads."""
     runtime = runtime_of(celery)
-    selection = Selection(None if status == "all" else status, task, error, runtime.settings.service, tenant)
+    wanted = {"all": None, "archived": "open"}.get(status, status)
+    archived = status == "archived"
+    selection = Selection(wanted, task, error, runtime.settings.service, tenant, archived=archived)
     with runtime.autocommit() as connection:
         rows = dead_letters.list_letters(connection, selection, limit=limit)
     return [jsonable_encoder(row._asdict()) for row in rows]

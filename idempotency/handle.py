@@ -17,7 +17,7 @@ from typing_extensions import TypeVar
 from .application import runtime_for, runtime_of
 from .errors import FingerprintMismatch, OperationBusy, OperationFailed, OperationNotFound
 from .framework import framework
-from .store import operations, waking
+from .store import edits, operations, waking
 from .store.answers import error_fields
 from .store.callers import Caller, in_transaction_of
 from .wire import references, results
@@ -94,9 +94,12 @@ class Handle(Generic[R_co]):
         runtime = runtime_for(self.app, self.id.tenant)
         with runtime.autocommit(self.id.tenant) as connection:
             row = operations.lookup(connection, self.id, runtime.settings.service)
+            is_anothers = row is not None and self._is_anothers(row.fingerprint)
+            # a person may have edited its arguments since
+            is_anothers = is_anothers and edits.became(connection, self.id, [str(self.fingerprint)]) is None
         if row is None:
             return None
-        if self._is_anothers(row.fingerprint):
+        if is_anothers:
             raise FingerprintMismatch(
                 f"{self.id.task}: the key was used before with other arguments; this call never runs"
             )

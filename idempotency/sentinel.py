@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import unquote
 
 from .setting_values import sentinels
-from .tls import redis_options
+from .tls import sentinel_options
 
 if TYPE_CHECKING:
     from redis import Redis
@@ -38,7 +39,7 @@ def client_of_primary(address: str, **options: Any) -> Redis:
     scheme, _, rest = address.partition("://")
     hosts, login, name, database = sentinels(rest)
     if scheme == "sentinels":
-        options |= {"ssl": True, **redis_options(f"rediss://{rest}")}
+        options |= {"ssl": True, **sentinel_options(rest)}
     user, _, password = login.partition(":")
     options |= {"username": unquote(user) or None, "password": unquote(password) or None}
     of_sentinels = {option: value for option, value in options.items() if option != "decode_responses"}
@@ -61,3 +62,13 @@ def watch(client: Redis) -> Watch:
         except (RedisError, KeyError) as error:
             failed = error if isinstance(error, RedisError) else RedisError("it does not know this primary")
     raise failed or RedisError("no Sentinel")
+
+
+def sentinel_acl(password: str, *, name: str) -> str:
+    """The users of Sentinels, as an ACL file: one that may ask for the primary, and no default user.
+
+    Contains an unsalted hash of the password, as the file of the Redis behind them does, where user and password are the same.
+    """
+    secret = hashlib.sha256(password.encode()).hexdigest()
+    commands = " ".join(f"+{each}" for each in ("sentinel|masters", "sentinel|sentinels", "ping"))
+    return f"user {name} reset on #{secret} {commands}\nuser default off\n"

@@ -18,6 +18,7 @@ from . import objects
 from .errors import CallRefused
 from .hosts import is_loopback
 from .objects import ObjectStore
+from .tls import sentinel_options
 from .wire.keys import check_key
 
 NOT_AN_ADDRESS = "not an address"
@@ -146,7 +147,7 @@ def redis_address(value: SecretStr) -> SecretStr:
 
     scheme, _, rest = value.get_secret_value().partition("://")
     if scheme in ("sentinel", "sentinels"):
-        sentinels(rest)
+        _sentinels(scheme, rest)
         return value
     try:
         redis.Redis.from_url(value.get_secret_value()).close()  # does not connect
@@ -155,15 +156,27 @@ def redis_address(value: SecretStr) -> SecretStr:
     return value
 
 
-def sentinels(address: str) -> tuple[list[tuple[str, int]], str, str, int]:
-    """Of what follows sentinel://: hosts with ports, user and password, the name of the primary, the database."""
+def sentinels(address: str, *, encrypted: bool = True) -> tuple[list[tuple[str, int]], str, str, int]:
+    """Of what follows sentinel://: hosts with ports, user and password, the name of the primary, the database.
+
+    `encrypted`: whether it is sentinels://, which alone may have options, those of TLS; they are `tls.sentinel_options`.
+    """
     place, _, path = address.partition("/")
+    path, _, options = path.partition("?")
     login, _, hosts = place.rpartition("@")
     name, _, database = path.partition("/")
     pairs = [each.rpartition(":") for each in hosts.split(",")]
     if not name or not all(host and port.isdecimal() for host, _, port in pairs) or not (database or "0").isdecimal():
         raise ValueError("must be sentinel://[user:password@]host:port[,host:port]/primary[/database]")
+    if not all(encrypted and each.startswith("ssl_") for each in options.split("&") if each):
+        raise ValueError("may have options only as sentinels://, and only those of TLS, as ?ssl_ca_certs=FILE")
     return [(host, int(port)) for host, _, port in pairs], login, name, int(database or 0)
+
+
+def _sentinels(scheme: str, rest: str) -> None:
+    sentinels(rest, encrypted=scheme == "sentinels")
+    if scheme == "sentinels":
+        sentinel_options(rest)  # raises `ValueError` for a value that is none
 
 
 def store_address(value: SecretStr) -> SecretStr:
@@ -174,7 +187,7 @@ def store_address(value: SecretStr) -> SecretStr:
             if re.fullmatch(r"[a-z0-9-]+/[A-Za-z0-9_.-]{3,255}", rest) is None:
                 raise ValueError("must be dynamodb://region/table")
         case "sentinel" | "sentinels":
-            sentinels(rest)
+            _sentinels(scheme, rest)
         case "redis" | "rediss" | "unix" | "redis+cluster" | "rediss+cluster":
             redis_address(SecretStr(f"{scheme.removesuffix('+cluster')}://{rest}"))
         case _:

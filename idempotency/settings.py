@@ -170,6 +170,8 @@ class Settings(BaseModel):
     web_scope: str = Field("openid", pattern=r"(^| )openid( |$)")
     # Where a provider shows a call by its key: an address with {key} in it, and perhaps {task} and {effect}.
     web_effect_link: Annotated[str, AfterValidator(values.link)] | None = None
+    # A function of yours that says which of your rows belong to an operation, "yourapp.page:rows_of". Only the page imports it.
+    business_rows: str | None = Field(None, pattern=r"^[\w.]+:\w+$")
 
     # Whether spans of OpenTelemetry are made. Default: in a process that has set up a tracer provider before it first uses the
     # library. True: also where that comes later. Or a function that sets one up, or its name, "yourapp.telemetry:set_up": it is

@@ -51,3 +51,23 @@ def attempts_made(attempts: int, spent_at: int | None) -> str:
     begun = attempts if spent_at is None else min(attempts, spent_at - 1)
     ending = "" if attempts == begun else f", and {number_of(attempts - begun, 'claim')} to end it"
     return f"{number_of(begun, 'attempt')}{ending}"
+
+
+# In the place of a value that is a customer's.
+MASK = "•••"
+
+
+def masked(value: object) -> str:
+    """The kind of a value, with nothing of the value."""
+    match value:
+        case None | bool():
+            return MASK
+        case str():
+            return f"{MASK} text"
+        case int() | float():
+            return f"{MASK} number"
+        case list() | tuple():
+            return f"{MASK} list of {len(value)}"
+        case dict():
+            return f"{MASK} object of {len(value)}"
+    return MASK

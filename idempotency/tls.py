@@ -20,6 +20,20 @@ def redis_options(url: str) -> dict[str, Any]:
     return {"ssl_check_hostname": True} if is_verified else {}
 
 
+def sentinel_options(address: str) -> dict[str, Any]:
+    """What redis-py is given to reach Sentinels, and the primary that they name, over TLS.
+
+    `address`: what follows sentinels://. Its options are those of rediss://: ssl_ca_certs, and others that begin so.
+    """
+    from redis import connection
+
+    untyped: Any = connection
+    url = f"rediss://localhost/0?{address.partition('/')[2].partition('?')[2]}"
+    return redis_options(url) | {
+        name: value for name, value in untyped.parse_url(url).items() if name.startswith("ssl_")
+    }
+
+
 def amqp_options(given: Any) -> Any:
     """What py-amqp is given as `ssl`, from what the application gives it; false means plain text."""
     if not given:

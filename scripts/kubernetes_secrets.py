@@ -7,27 +7,34 @@ Redis' are those of `idempotency broker-users`, with hashes.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import secrets
 import sys
 from typing import Any
 
-# What the application needs to be imported. Nothing is connected to.
-ADDRESSES = {"DATABASE_URL": "postgresql+psycopg://postgres-rw/shop", "BROKER_URL": "amqps://rabbitmq:5671//"}
+# What the application needs to be imported. Nothing is connected to. Host, port and name of the database are those of the pods:
+# by them, Redis' users are for these hints.
+ADDRESSES = {"DATABASE_URL": "postgresql+psycopg://postgres-rw:5432/shop", "BROKER_URL": "amqps://rabbitmq:5671//"}
 GIVEN = ("STRIPE_API_KEY", "STRIPE_WEBHOOK_SECRETS", "PAYMENT_WEBHOOK_SECRETS", "SMTP_URL", "WEB_CLIENT_SECRET")
+NEEDED = ("STRIPE_API_KEY", "SMTP_URL")
 ROLES = ("application", "relay", "operator", "read-only")
+HINTS = "idempotency_hints"
 USERS = ("application", "worker", "relay", "beat", "flower", "monitor")
 
 
 def contents() -> dict[str, dict[str, str]]:
-    """What each Secret has, by key. Exits with the names of variables that are not set."""
+    """What each Secret has, by key. Exits with the names of variables that are not set, or empty where they must not be."""
     if missing := [name for name in GIVEN if name not in os.environ]:
-        sys.exit(f"not set: {', '.join(missing)} (empty for what you have not)")
+        sys.exit(f"not set: {', '.join(missing)} (empty for webhooks and a client's secret that you have not)")
+    if empty := [name for name in NEEDED if not os.environ[name]]:
+        sys.exit(f"empty: {', '.join(empty)} (without them the application does not start)")
     os.environ.update(ADDRESSES)
     from idempotency.application import settings_of
     from idempotency.attempt.hints import acl
     from idempotency.broker.rights import definitions
+    from idempotency.sentinel import sentinel_acl
     from tasks import app
 
     app.loader.import_default_modules()
@@ -40,7 +47,14 @@ def contents() -> dict[str, dict[str, str]]:
     found["rabbitmq-monitor"] |= {"username": "idempotency_monitor", "tls": "enable"}
     found["rabbitmq-definitions"] = {"rabbitmq.json": json.dumps(definitions(app, given.service, users))}
     found["redis-hints"] = {"password": hints}
-    found["redis-users"] = {"users.acl": acl(given.owner, hints, name="idempotency_hints")}
+    operator = _password()
+    users_acl = acl(given.owner, hints, name=HINTS)
+    found["redis-operator"] = {"password": operator}
+    found["redis-users"] = {
+        "users.acl": users_acl,  # of one Redis; of several behind Sentinel:
+        "replicated.acl": _with_operator(users_acl, operator),
+        "sentinel.acl": _with_operator(sentinel_acl(hints, name=HINTS), operator),
+    }
     found["web"] = {"secret": _password()}
     if client := os.environ["WEB_CLIENT_SECRET"]:  # a public client has none
         found["web"]["client-secret"] = client
@@ -59,6 +73,13 @@ def secret(name: str, content: dict[str, str]) -> dict[str, Any]:
     # CloudNativePG reads a user's name and password only from this type
     kind = "kubernetes.io/basic-auth" if name == "postgres-deployer" else "Opaque"
     return {"apiVersion": "v1", "kind": "Secret", "type": kind, "metadata": {"name": name}, "stringData": content}
+
+
+def _with_operator(users: str, password: str) -> str:
+    """The same users, and as the default user the operator, replicas and Sentinels, who cannot log in by a name."""
+    secret = hashlib.sha256(password.encode()).hexdigest()
+    lines = [line for line in users.splitlines() if not line.startswith("user default ")]
+    return "".join(f"{line}\n" for line in [*lines, f"user default reset on #{secret} ~* &* +@all"])
 
 
 def _password() -> str:

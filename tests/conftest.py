@@ -252,10 +252,10 @@ def bank(environment: dict[str, str]) -> Iterator[Celery]:
         bank.app.tasks.pop(name)
     events._expected[bank.app] = expected
     close_runtime(bank.app)
-    bank.app.conf.changes.clear()
-    bank.app.conf.changes.update(settings)
     delete_queue(environment)
     kombu.pools.reset()
+    bank.app.conf.changes.clear()
+    bank.app.conf.changes.update(settings)
 
 
 @pytest.fixture

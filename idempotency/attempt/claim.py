@@ -11,10 +11,11 @@ from sqlalchemy.exc import DBAPIError
 
 from ..observe import metrics
 from ..observe.crash_points import crash_point
-from ..store import claims
+from ..store import claims, edits
 from ..store.answers import Answer, Busy, Changed, Claimed, Completed, Failed, Foreign, Mismatch, Stale
 from ..store.driver import Unanswered
 from ..wire.delivery import Delivery
+from ..wire.headers import OUTBOX_HEADER
 from .hints import Hint
 from .runtime import Runtime
 
@@ -79,13 +80,14 @@ def _claim(
 def peek(runtime: Runtime, delivery: Delivery) -> Completed | Failed | Mismatch | Foreign | Busy | None:
     """What a claim would be answered, by a read that waits for no lock; None: it might succeed."""
     with runtime.autocommit(delivery.id.tenant) as connection:
-        return claims.peek(
+        answer = claims.peek(
             connection,
             delivery.id,
             service=runtime.settings.service,
             fingerprint=delivery.fingerprint,
             also=delivery.also,
         )
+        return _of_edited(runtime, connection, delivery) or answer if isinstance(answer, Mismatch) else answer
 
 
 def _answer(
@@ -96,7 +98,9 @@ def _answer(
             return Busy()
         while True:
             answer = ask(runtime, connection, delivery, token, synchronous=False)
-            if isinstance(answer, Busy) and (delivery.only_asked or _counted(runtime, connection, delivery)):
+            if isinstance(answer, Busy) and (
+                answer.is_known or delivery.only_asked or _counted(runtime, connection, delivery)
+            ):
                 return answer
             if not isinstance(answer, Changed | Busy):
                 return answer
@@ -107,7 +111,7 @@ def ask(
     runtime: Runtime, connection: Connection, delivery: Delivery, token: str, *, synchronous: bool = True
 ) -> Answer:
     """Claim the operation of a delivery on the record, by one statement."""
-    return claims.claim(
+    answer = claims.claim(
         connection,
         delivery.id,
         service=runtime.settings.service,
@@ -122,6 +126,27 @@ def ask(
         signed_at=delivery.signed_at,
         horizon=runtime.settings.redelivery_horizon,
     )
+    return _of_edited(runtime, connection, delivery) or answer if isinstance(answer, Mismatch) else answer
+
+
+def _of_edited(
+    runtime: Runtime, connection: Connection, delivery: Delivery
+) -> Completed | Failed | Foreign | Busy | None:
+    """What a request is told whose operation a person has edited since: it is a duplicate, and its own arguments never run.
+
+    None: its arguments were never this operation's.
+    """
+    service, given = runtime.settings.service, [delivery.fingerprint, *delivery.also]
+    if (present := edits.became(connection, delivery.id, given)) is None:
+        return None
+    if isinstance(row := delivery.headers.get(OUTBOX_HEADER), str):
+        edits.settle(connection, delivery.id, given, row)
+    answer = claims.peek(connection, delivery.id, service=service, fingerprint=present)
+    if isinstance(answer, Completed | Failed | Foreign):
+        return answer
+    # Also one that is due: its replay has written the delivery that runs it, and that is on disk.
+    claims.count_duplicate(connection, delivery.id, present, service=service)
+    return Busy(is_known=True)
 
 
 def _counted(runtime: Runtime, connection: Connection, delivery: Delivery) -> bool:

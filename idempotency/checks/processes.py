@@ -8,11 +8,13 @@ from typing import Any
 from celery import Celery
 from sqlalchemy import Row
 
+from ..framework import framework
 from ..settings import Settings
 from ..store.overview import Snapshot, monitoring_connection
 from ..store.processes import processes
 from ..store.rights import row_security
 from ..streams.declaring import TASK_PREFIX
+from ..text import number_of
 from ..upkeep import alarms, overview
 from .findings import Finding, ok, refusal, warning
 
@@ -25,9 +27,21 @@ def check_processes(app: Celery, given: Settings) -> list[Finding]:
             return [warning("processes", f"not looked at: {wall.name!r} does not see all tenants", advice)]
         found = overview.take_snapshot(connection, app, given)
     wrong = [warning(alarm.subject, alarm.found, alarm.advice) for alarm in alarms.lasting(found, given)]
-    return _sharing(app, found, given) + (
-        wrong or [ok("processes", f"{len(found.processes)} seen, none silent; no work without consumers")]
+    return (
+        _archived(found)
+        + _sharing(app, found, given)
+        + (wrong or [ok("processes", f"{len(found.processes)} seen, none silent; no work without consumers")])
     )
+
+
+def _archived(found: Snapshot) -> list[Finding]:
+    """Dead letters that no list has, so that none is forgotten for ever."""
+    oldest = found.archived.oldest
+    if oldest is None:
+        return []
+    letters = number_of(found.archived.letters, "dead letter is", "dead letters are")
+    command = f"`{framework().command} dead-letters list --archived`"
+    return [ok("archive", f"{letters} archived and open, the oldest for {oldest / 86400:.1f} days: {command}")]
 
 
 def _sharing(app: Celery, found: Snapshot, given: Settings) -> list[Finding]:

@@ -40,7 +40,7 @@ FROM pg_stat_replication
 # What vacuum and ANALYZE write into pg_class is replicated; when they last came, and what has changed since, is not.
 _UNCOUNTED = text("""
 SELECT count(*) FROM pg_class c JOIN pg_stat_all_tables s ON s.relid = c.oid
-WHERE c.relnamespace = CAST(:schema AS regnamespace) AND c.reltuples >= :many
+WHERE c.relnamespace = to_regnamespace(:schema) AND c.reltuples >= :many
   AND coalesce(s.last_vacuum, s.last_autovacuum, s.last_analyze, s.last_autoanalyze) IS NULL
 """)
 _SERVER = """

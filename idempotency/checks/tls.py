@@ -29,7 +29,7 @@ from ..settings import Settings
 from ..store.connections import login
 from ..stores.dynamodb import DynamoDBStore
 from ..stores.store import TIMEOUT
-from ..tls import redis_options
+from ..tls import redis_options, sentinel_options
 from .findings import Finding, Level, ok, refusal, warning
 
 PLAIN = "plain text off this machine"
@@ -155,7 +155,7 @@ def _store(address: str) -> list[Server]:
         return [Server(_names(endpoint.hostname or "unknown"), wrong, "use an https endpoint")]
     if scheme in ("sentinel", "sentinels"):
         encrypted: dict[str, Any] = {"connection_class": redis.SSLConnection} if scheme == "sentinels" else {}
-        options = encrypted | redis_options(f"rediss://{rest}")
+        options = encrypted | (sentinel_options(rest) if encrypted else {})
         hosts, _, _, _ = sentinels(rest)
         return [_redis({"host": host, **options}, "use sentinels://") for host, _ in hosts]
     return [_hints(SecretStr(f"{scheme.removesuffix('+cluster')}://{rest}"))]

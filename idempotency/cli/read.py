@@ -91,6 +91,7 @@ def print_status(app: AppOption = "", as_json: JsonOption = False) -> None:
             ("outbox failed", outbox["failed"]),
             ("dead letters open", letters["open"]),
             *((f"  {row['task'] or '-'} {row['reason']}", row["letters"]) for row in letters["by_reason"]),
+            ("dead letters archived", letters["archived"]),
         ],
     )  # fmt: skip
 

@@ -19,7 +19,7 @@ from ..errors import TransactionEnded
 from ..observe import metrics
 from ..observe.logs import log
 from ..reasons import FINGERPRINT_MISMATCH, OF_MESSAGES, ON_FAILED_ERROR, SERVICE_MISMATCH
-from ..store import ends, letters, undelivered
+from ..store import edits, ends, letters, undelivered
 from ..store.answers import Busy, Changed, Completed, Failed, Foreign, Mismatch
 from ..store.ends import FailedEnd
 from ..store.letters import BrokerLetter
@@ -92,6 +92,8 @@ class Ending:
         match answer:
             case GivenUp():
                 return self._conclude(connection, answer, skip)
+            case Mismatch() if self._is_of_edited(connection):
+                return None, None
             case Mismatch(generation):
                 return letters.store_message(connection, refused(letter, generation, FINGERPRINT_MISMATCH)), None
             case Foreign(generation):
@@ -99,6 +101,15 @@ class Ending:
             case Busy():
                 undelivered.count_copy(connection, self.dead)
         return None, None
+
+    def _is_of_edited(self, connection: Connection) -> bool:
+        """Whether this is a copy of a message that a person has edited: its operation goes on without it."""
+        fingerprints = [self.dead.fingerprint, *self.dead.also]
+        if edits.became(connection, self.dead.id, fingerprints) is None:
+            return False
+        if self.dead.message_id is not None:
+            edits.settle(connection, self.dead.id, fingerprints, self.dead.message_id)
+        return True
 
     def _conclude(self, connection: Connection, ended: GivenUp, skip: str | None) -> tuple[int | None, Concluded]:
         letter, id = self.letter, self.dead.id

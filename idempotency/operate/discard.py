@@ -10,7 +10,7 @@ from sqlalchemy import Connection, Row
 from ..attempt import conclusions
 from ..errors import DiscardRefused, NotAllowed
 from ..identities import looks_like, may
-from ..store import dead_letters, discards, operations, saga_changes, webhook_letters
+from ..store import archive, dead_letters, discards, operations, saga_changes, webhook_letters
 from ..wire import keys
 from ..wire.keys import OperationId
 from .change import Change, audit, called, repeated
@@ -90,6 +90,8 @@ def _locked(connection: Connection, letter: int) -> Row[Any]:
     row = discards.lock(connection, letter)
     if row is None:
         raise DiscardRefused(f"dead letter {letter}: already {dead_letters.show(connection, letter).status}")
+    if (archived := archive.in_the_way(connection, letter)) is not None:
+        raise DiscardRefused(f"dead letter {letter}: {archived}")
     return row
 
 
@@ -103,7 +105,7 @@ def _operation_to_discard(connection: Connection, letter: int, row: Row[Any]) ->
             f"dead letter {letter}: the saga {called(saga)} waits for this operation; replay the letter, or cancel the "
             "operation first"
         )
-    if id is None or record is None or not _is_same_request(row, record) or record.status in ("completed", "failed"):
+    if id is None or record is None or not is_same_request(row, record) or record.status in ("completed", "failed"):
         return id, record
     if record.status == "started":
         raise DiscardRefused(f"dead letter {letter}: the operation is running; look again when it has stopped")
@@ -128,7 +130,7 @@ def _check_not_forgotten(app: Celery, connection: Connection, letter: Row[Any], 
 
 def _check_no_open_effect(letter: Row[Any], record: Any) -> None:
     """Raise `DiscardRefused` if an effect of the letter's operation has an unknown outcome."""
-    if record is not None and _is_same_request(letter, record) and conclusions.is_open(record.effects):
+    if record is not None and is_same_request(letter, record) and conclusions.is_open(record.effects):
         raise DiscardRefused(
             f"dead letter {letter.id}: an effect of its operation was begun and its outcome is not known; "
             "resolve it first with `effects resolve`"
@@ -143,7 +145,7 @@ def _check_not_stopped(connection: Connection, letter: int) -> None:
         )
 
 
-def _is_same_request(letter: Row[Any], record: Any) -> bool:
+def is_same_request(letter: Row[Any], record: Any) -> bool:
     """Whether letter and record may be of the same request. Fingerprints made by different rules cannot be compared."""
     if None not in (letter.consumer_service, record.service) and letter.consumer_service != record.service:
         return False

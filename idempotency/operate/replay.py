@@ -18,8 +18,10 @@ from ..errors import NotAuthenticated, ReplayRefused, WrongCell
 from ..reasons import ALTERED, CANCELLED, FOUND_BY_US, REVOKED, UNHANDLED, UNSIGNED
 from ..settings import Settings
 from ..store import (
+    archive,
     claims,
     dead_letters,
+    edits,
     ends,
     erasure,
     letter_messages,
@@ -93,7 +95,7 @@ def replay(app: Celery, letter: int, change: Change, *, confirmed: Collection[To
         if not change.is_verified and letters_move_money(app, connection, [letter]):
             raise NotAuthenticated(f"dead letter {letter}: {NEEDS_TOKEN}")
         service = runtime.settings.service
-        _check_signature(connection, letter, runtime.settings)
+        check_signature(connection, letter, runtime.settings)
         _check_not_erased(connection, letter)
         _check_cell(connection, letter, runtime.settings)
         check_has_message(connection, letter, runtime.settings)
@@ -205,6 +207,8 @@ def _open_refused(connection: Connection, runtime: Runtime, row: Row[Any]) -> Op
     if not isinstance(answer, Claimed) or (answer.attempts, answer.generation) != (1, 1):
         raise ReplayRefused(f"dead letter {row.id}: another message has begun its operation since; discard the letter")
     ends.release(connection, answer, delay=0.0, error=None, give_back=True, deliver=False)
+    if (archived := archive.in_the_way(connection, row.id)) is not None:
+        raise ReplayRefused(f"dead letter {row.id}: {archived}")
     if not stream_letters.adopt(connection, row.id):
         raise ReplayRefused(f"dead letter {row.id}: already {dead_letters.show(connection, row.id).status}")
     return id
@@ -222,7 +226,7 @@ def _reopen_webhook(connection: Connection, letter: int) -> None:
     webhook_letters.wait_again(connection, webhook.id)
 
 
-def _check_signature(connection: Connection, letter: int, settings: Settings) -> None:
+def check_signature(connection: Connection, letter: int, settings: Settings) -> None:
     """Raise `ReplayRefused` for a message whose signature was not valid and still is not: a replay is signed."""
     row = dead_letters.show(connection, letter)
     is_doubted = row.reason in (UNSIGNED, ALTERED)
@@ -237,7 +241,9 @@ def _check_signature(connection: Connection, letter: int, settings: Settings) ->
     in_transition = settings.unsigned_until is not None and datetime.now(UTC) < settings.unsigned_until
     if not is_doubted and (not is_strange or in_transition):
         return
-    message = letter_messages.stored_message(letter, row.payload)
+    # of one that was edited, that of the message as it came: the edit was allowed by it
+    payload = edits.first_payload(connection, letter) or row.payload
+    message = letter_messages.stored_message(letter, payload)
     try:
         headers = json.loads(row.headers or "{}")
     except (ValueError, RecursionError):

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from sqlalchemy import Connection, Row
 
 from ..reasons import OPEN, OUTBOX_FAILED, OUTBOX_STUCK
+from . import archive
 from .outbox import STUCK
 
 # One process sends at a time, so that together they keep to one rate. Any constant not used elsewhere.
@@ -78,7 +79,7 @@ WHERE status = 'pending' AND attempts >= {STUCK} AND (service = %(service)s) IS 
 _CROWDED = f"""
 SELECT service, letters FROM (
     SELECT coalesce(consumer_service, %(service)s) AS service, count(*) AS letters
-    FROM idempotency.dead_letters WHERE status = 'open' AND (consumer_service = %(service)s) IS NOT FALSE
+    FROM idempotency.dead_letters WHERE status = 'open' {{listed}} AND (consumer_service = %(service)s) IS NOT FALSE
     GROUP BY 1
 ) open
 WHERE letters > %(most)s AND {_NOT_LATELY.format(kind="service || '/open'")}
@@ -138,12 +139,13 @@ def news(connection: Connection, service: str, channel: Channel, *, interval: fl
     `most` open letters are not too many; `repeat`: seconds until that is told again.
     """
     new, is_open = _NEW[channel]
+    listed = archive.condition(connection, "outside")
     fields = {"service": service, "interval": interval, "batch": BATCH, "prefix": _PREFIX[channel], "most": most}
     letters: list[Row[Any]] = []
     for owner in _OWNERS:
-        letters += connection.exec_driver_sql(_LETTERS.format(new=f"{new} {is_open} AND {owner}"), fields)
+        letters += connection.exec_driver_sql(_LETTERS.format(new=f"{new} {is_open} {listed} AND {owner}"), fields)
     rows = connection.exec_driver_sql(_OUTBOX.format(new=new), fields).scalars().all()
-    crowded = connection.exec_driver_sql(_CROWDED, fields | {"interval": repeat}).all()
+    crowded = connection.exec_driver_sql(_CROWDED.format(listed=listed), fields | {"interval": repeat}).all()
     ids: dict[str, list[int]] = {}
     for row in letters:
         ids.setdefault(row.reason, []).append(row.id)

@@ -89,6 +89,8 @@ class Busy:
     """Another attempt holds it, or it is released and not due yet: for `due_in` seconds, if a claim has found that."""
 
     due_in: float | None = field(default=None, compare=False)
+    # That it will be finished without this delivery is on disk: no duplicate has to be counted first.
+    is_known: bool = field(default=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

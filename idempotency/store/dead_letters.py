@@ -15,7 +15,7 @@ from sqlalchemy import Connection, Row
 from ..errors import BulkRefused, OperationNotFound, ReplayRefused
 from ..reasons import SERVICE_MISMATCH, UNHANDLED, UNPUBLISHABLE
 from ..wire.keys import OperationId
-from . import letter_messages
+from . import archive, letter_messages
 from .letter_messages import NEVER
 from .outbox import EXTERNAL, refresh_lanes
 
@@ -40,10 +40,10 @@ _FILTER = """
     AND (%(task)s::text IS NULL OR coalesce(task, header_task) = %(task)s)
     AND (%(reason)s::text IS NULL OR reason = %(reason)s
          -- what ended it, where the application's rows were not written besides
-         OR reason = 'on_failed_error' AND starts_with(last_error, '{"code": "' || %(reason)s || '"'))
+         OR reason = 'on_failed_error' AND starts_with(last_error, '{{"code": "' || %(reason)s || '"'))
     AND (%(service)s::text IS NULL OR (consumer_service = %(service)s) IS NOT FALSE)
     AND (%(tenant)s::text IS NULL OR tenant = %(tenant)s)
-    AND (%(ids)s::bigint[] IS NULL OR id = ANY(%(ids)s))
+    AND (%(ids)s::bigint[] IS NULL OR id = ANY(%(ids)s)) {listed}
 """
 
 _LIST = f"""
@@ -150,11 +150,12 @@ SELECT coalesce(consumer_service, '-') AS service,
        count(*) FILTER (WHERE failed_at >= since) AS new,
        count(*) FILTER (WHERE status = 'replayed' AND closed_at >= since) AS replayed,
        count(*) FILTER (WHERE status = 'discarded' AND closed_at >= since) AS discarded,
-       count(*) FILTER (WHERE status = 'open') AS open,
-       min(failed_at) FILTER (WHERE status = 'open') AS oldest_open,
+       count(*) FILTER (WHERE status = 'open' {outside}) AS open,
+       count(*) FILTER (WHERE status = 'open' {inside}) AS archived,
+       min(failed_at) FILTER (WHERE status = 'open' {outside}) AS oldest_open,
        (SELECT string_agg(reason || ' ' || letters::text, ', ' ORDER BY letters DESC, reason)
         FROM (SELECT reason, count(*) AS letters FROM idempotency.dead_letters r
-              WHERE r.consumer_service IS NOT DISTINCT FROM d.consumer_service AND r.status = 'open'
+              WHERE r.consumer_service IS NOT DISTINCT FROM d.consumer_service AND r.status = 'open' {outside}
               GROUP BY reason ORDER BY count(*) DESC, reason LIMIT 5) AS reasons) AS reasons
 FROM idempotency.dead_letters d, (SELECT clock_timestamp() - pg_catalog.make_interval(days => %(days)s) AS since) AS period
 WHERE (d.consumer_service = %(service)s) IS NOT FALSE
@@ -168,7 +169,7 @@ ORDER BY 1
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """A filter for dead letters; None means any."""
+    """A filter for dead letters; None means any. Of open ones, those that are not archived, or with `archived` those that are."""
 
     status: str | None = "open"
     task: str | None = None
@@ -176,10 +177,17 @@ class Selection:
     service: str | None = None
     tenant: str | None = None
     ids: Sequence[int] | None = None
+    archived: bool = False
 
     def parameters(self, limit: int) -> dict[str, Any]:
         ids = None if self.ids is None else list(self.ids)
         return asdict(self) | {"ids": ids, "limit": limit}
+
+    def listed(self, connection: Connection) -> str:
+        """The rest of the condition."""
+        if self.status != "open":
+            return ""
+        return archive.condition(connection, "inside" if self.archived else "outside")
 
 
 def list_letters(
@@ -187,7 +195,8 @@ def list_letters(
 ) -> Sequence[Row[Any]]:
     """List dead letters, newest first, by default the open ones; filters as in `Selection`."""
     selection = selection or Selection(**filters)
-    return connection.exec_driver_sql(_LIST, selection.parameters(limit)).all()
+    query = _LIST.format(listed=selection.listed(connection))
+    return connection.exec_driver_sql(query, selection.parameters(limit)).all()
 
 
 def group_letters(
@@ -196,7 +205,8 @@ def group_letters(
     """Count dead letters per service, task, reason, queue or status, the most first."""
     columns = ", ".join(f'{GROUPS[group]} AS "{group}"' for group in by)
     only = ", ".join(str(position) for position, _ in enumerate(by, start=1))
-    query = _GROUPED.format(columns=columns, columns_only=only, filter=_FILTER)
+    listed = _FILTER.format(listed=selection.listed(connection))
+    query = _GROUPED.format(columns=columns, columns_only=only, filter=listed)
     return connection.exec_driver_sql(query, selection.parameters(limit)).all()
 
 
@@ -204,7 +214,8 @@ def select_ids(connection: Connection, selection: Selection, *, limit: int) -> l
     """The ids of a selection for a bulk command, oldest first. Raises `BulkRefused` if there are more than `limit`."""
     if limit > BULK_LIMIT:
         raise BulkRefused(f"--limit: at most {BULK_LIMIT} dead letters in one command, got {limit}")
-    ids = list(connection.exec_driver_sql(_IDS, selection.parameters(limit + 1)).scalars())
+    query = _IDS.format(listed=selection.listed(connection))
+    ids = list(connection.exec_driver_sql(query, selection.parameters(limit + 1)).scalars())
     if len(ids) > limit:
         raise BulkRefused(
             f"more than {limit} dead letters match; choose fewer, or raise --limit (at most {BULK_LIMIT})"
@@ -232,7 +243,9 @@ def report(connection: Connection, service: str, *, days: int = 7) -> Sequence[R
 
     Letters without a name have their own row.
     """
-    return connection.exec_driver_sql(_REPORT, {"service": service, "days": days}).all()
+    outside, inside = archive.condition(connection, "outside"), archive.condition(connection, "inside")
+    query = _REPORT.format(outside=outside, inside=inside)
+    return connection.exec_driver_sql(query, {"service": service, "days": days}).all()
 
 
 def services_of(connection: Connection, letters: Sequence[int]) -> dict[int, str | None]:
@@ -261,6 +274,8 @@ def replay(
     were stored, such as those of an unknown task. Raises `OperationNotFound` and `ReplayRefused`.
     """
     lock_record(connection, letter)
+    if (archived := archive.in_the_way(connection, letter)) is not None:
+        raise ReplayRefused(f"dead letter {letter}: {archived}")
     row = connection.exec_driver_sql(_MARK_REPLAYED, {"id": letter}).one_or_none()
     if row is None:
         letter_now = show(connection, letter)

@@ -14,6 +14,7 @@ from sqlalchemy import Connection
 
 from ..wire.keys import OperationId
 from ..wire.results import ERASED
+from . import edits
 from .record import ROW, named
 
 # What takes the place of a text that has to be there.
@@ -205,3 +206,4 @@ def erase(connection: Connection, ids: Sequence[OperationId]) -> None:
     for id in ids:
         for statement in (*of_saga, *of_messages, _ERASE_RECORD):
             connection.exec_driver_sql(statement, named(id) | fields)
+        edits.erase(connection, id)

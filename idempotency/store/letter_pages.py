@@ -36,7 +36,7 @@ _CONDITIONS = {
 
 _PAGE = f"""
 SELECT id, source, tenant, task, key, generation, queue, header_task, consumer_service, reason, attempts, status, code_version,
-       last_error, failed_at, closed_at
+       last_error, failed_at, closed_at, archived_at
 FROM idempotency.dead_letters WHERE {_MINE} {{conditions}} ORDER BY id DESC LIMIT %(limit)s
 """
 
@@ -45,7 +45,7 @@ _IDS = f"SELECT id FROM idempotency.dead_letters WHERE {_MINE} {{conditions}} OR
 # Letters that name no application are few, and apart: with them, the index could not be read in one go.
 _WINDOW = """
 SELECT id, reason, task, header_task, code_version, failed_at, tenant FROM idempotency.dead_letters
-WHERE status = 'open' AND {owner} AND (%(tenants)s::text[] IS NULL OR tenant = ANY(%(tenants)s)) LIMIT %(bound)s
+WHERE status = 'open' AND archived_at IS NULL AND {owner} AND (%(tenants)s::text[] IS NULL OR tenant = ANY(%(tenants)s)) LIMIT %(bound)s
 """
 _GROUPS = f"""
 SELECT reason, coalesce(task, header_task, '-') AS task, coalesce(code_version, '{NO_VERSION}') AS code_version,
@@ -86,6 +86,7 @@ class Letters:
     """Which letters; None means any. Ages are in seconds."""
 
     status: str | None = "open"
+    is_archived: bool | None = False
     reason: str | None = None
     task: str | None = None
     tenant: str | None = None
@@ -96,7 +97,9 @@ class Letters:
 
     def conditions(self) -> str:
         """The conditions of what is given."""
-        return "".join(f" AND {_CONDITIONS[name]}" for name, value in asdict(self).items() if value is not None)
+        given = [name for name, value in asdict(self).items() if value is not None and name != "is_archived"]
+        archived = {None: "", False: " AND archived_at IS NULL", True: " AND archived_at IS NOT NULL"}[self.is_archived]
+        return "".join(f" AND {_CONDITIONS[name]}" for name in given) + archived
 
 
 def page(

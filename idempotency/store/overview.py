@@ -18,7 +18,7 @@ from sqlalchemy import Connection, Row
 from sqlalchemy.pool import NullPool
 
 from ..settings import Settings
-from . import processes, sharing, streams, webhooks
+from . import archive, processes, sharing, streams, webhooks
 from .connections import make_engine
 
 # The most rows that one count reads, over all queues: about a quarter of a second. A count that stopped there is shown
@@ -159,7 +159,7 @@ FROM (SELECT task, coalesce(consumer_service, '-') AS service, reason,
                  WHERE (r.tenant, r.task, r.key) = (d.tenant, d.task, d.key)
                    AND r.generation = d.generation AND r.error_code = 'effect_unknown') AS unknown
       FROM idempotency.dead_letters d
-      WHERE status = 'open' AND (consumer_service = %(service)s) IS NOT FALSE ORDER BY task, reason LIMIT %(bound)s) open
+      WHERE status = 'open' {listed} AND (consumer_service = %(service)s) IS NOT FALSE ORDER BY task, reason LIMIT %(bound)s) open
 GROUP BY task, service, reason ORDER BY task, service, reason
 """
 
@@ -234,6 +234,7 @@ class Snapshot:
     oldest_released: float | None = None
     outbox: Any = None
     letters: Sequence[Row[Any]] = ()
+    archived: archive.Archived = archive.NONE
     processes: Sequence[Row[Any]] = ()
     # of other applications on the same tables
     others: Sequence[Row[Any]] = ()
@@ -301,7 +302,9 @@ def take_snapshot(connection: Connection, settings: Settings) -> Snapshot:
         found.not_kept += row.not_kept
     found.takes_writes = connection.exec_driver_sql(_TAKES_WRITES).scalar_one()
     found.outbox = connection.exec_driver_sql(_UNPUBLISHED, bound).one()
-    found.letters = connection.exec_driver_sql(_OPEN_LETTERS, bound).all()
+    outside = archive.condition(connection, "outside")
+    found.letters = connection.exec_driver_sql(_OPEN_LETTERS.format(listed=outside), bound).all()
+    found.archived = archive.count(connection, settings.service)
     seen = processes.processes(connection)
     found.processes = [process for process in seen if process.service == settings.service]
     found.others = [process for process in seen if process.service != settings.service]

@@ -30,6 +30,7 @@ RIGHTS: Mapping[str, Mapping[str, str]] = {
         "records": ALL,
         "outbox": ALL,
         "dead_letters": WRITE,
+        "former_fingerprints": "SELECT",
         "waiters": ALL,
         "sagas": WRITE,
         "saga_steps": WRITE,

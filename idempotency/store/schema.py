@@ -42,7 +42,19 @@ TRY_AGAIN = (NO_LOCK, "40P01", "40001")
 
 # What is about operations and messages; the other tables are about people, processes and the schema.
 WORK = (
-    *("records", "outbox", "lanes", "markers", "dead_letters", "discards", "dead_letter_tries", "alerts", "set_aside"),
+    *(
+        "records",
+        "outbox",
+        "lanes",
+        "markers",
+        "dead_letters",
+        "discards",
+        "letter_edits",
+        "former_fingerprints",
+        "dead_letter_tries",
+        "alerts",
+        "set_aside",
+    ),
     *("waiters", "sagas", "saga_steps", "saga_events", "webhook_deliveries", "webhook_attempts"),
     *("stream_positions", "stream_members"),
 )

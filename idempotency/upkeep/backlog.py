@@ -132,6 +132,11 @@ def _letters(found: Snapshot) -> Iterator[Metric]:
         letters.add_metric(labels, number)
     yield letters
     yield GaugeMetricFamily(
+        "idempotency_dead_letters_archived",
+        "Open dead letters that people have archived, so that lists and alarms leave them out",
+        found.archived.letters,
+    )
+    yield GaugeMetricFamily(
         "idempotency_unknown_effects_open",
         "Operations that ended as effect_unknown, waiting for a person",
         found.unknown_effects,

@@ -24,7 +24,7 @@ from ..observe import metrics
 from ..observe.logs import log
 from ..reasons import ABANDONED, COMPENSATION_FAILED, SAGA_MISMATCH
 from ..settings import Settings
-from ..store import asleep, ends, letters, partitions, sagas, waiters, webhooks
+from ..store import asleep, edits, ends, letters, partitions, sagas, waiters, webhooks
 from ..store import purge as past
 from ..store import recover as recovery
 from ..store.answers import Claimed, claim_of, error_text
@@ -239,6 +239,7 @@ def purge_once(app: Celery, *, limit: int) -> Purged:
         alerts_kept = max(letters_kept, settings.alert_interval * alerts.ALARM_INTERVALS)
         past.forget_alerts(connection, retention=alerts_kept)
         past.forget_set_aside(connection)
+        edits.forget(connection, limit=limit)
         events_kept, observed_kept = settings.retention_events, settings.retention_failed
         more_events = past.forget_events(connection, service, retention=events_kept, limit=limit)
         more_observed = past.forget_observed(connection, service, retention=observed_kept, limit=limit)

@@ -111,6 +111,8 @@ def status(connection: Connection, app: Celery, settings: Settings) -> dict[str,
         },
         "dead_letters": {
             "open": sum(letters.values()),
+            "archived": found.archived.letters,
+            "oldest_archived_seconds": found.archived.oldest,
             "by_reason": [
                 {"task": task, "reason": reason, "letters": number} for (task, reason), number in letters.items()
             ],

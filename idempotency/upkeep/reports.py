@@ -28,6 +28,7 @@ def text(rows: Sequence[Row[Any]], days: int = DAYS) -> str:
     for row in rows:
         lines.append(
             f"{one_line(row.service)}: {row.new} new, {row.replayed} replayed, {row.discarded} discarded, {row.open} open"
+            + (f", {row.archived} archived" if row.archived else "")
         )
         if row.open:
             lines.append(f"    oldest open since {row.oldest_open:%F %T %Z}; {one_line(row.reasons)}")

@@ -26,7 +26,7 @@ from ..observe.logs import log
 from ..operate.people import Person, authenticate
 from ..settings import Settings
 from ..store import schema
-from . import approvals, bulk, doubts, failures, flow, letters, live, operations, sagas, tenants
+from . import approvals, archive, bulk, doubts, edits, failures, flow, letters, live, operations, sagas, tenants
 from .access import Sessions
 from .desk import Desk
 from .gate import PLAIN, Gate, Place
@@ -35,7 +35,7 @@ from .sessions import routes as of_sessions
 from .shown import environment, page
 
 # The revision of the schema whose columns the pages read.
-NEEDS = "0018"
+NEEDS = "0021"
 
 # Pages that take a thread at the same time, of the 40 that there are; and seconds for which another one waits for its turn.
 AT_ONCE, LONGEST_WAIT = {"login": 6, "page": 24}, 15.0
@@ -166,7 +166,20 @@ def _place(settings: Settings, host: str, port: int) -> Place:
 
 def _routes() -> list[BaseRoute]:
     static = StaticFiles(directory=Path(__file__).parent / "static")
-    modules: list[Any] = [flow, live, failures, letters, bulk, doubts, operations, approvals, sagas, tenants]
+    modules: list[Any] = [
+        flow,
+        live,
+        failures,
+        archive,
+        edits,
+        letters,
+        bulk,
+        doubts,
+        operations,
+        approvals,
+        sagas,
+        tenants,
+    ]
     return [
         *of_sessions,
         Route("/health", _health),

@@ -9,7 +9,7 @@ from starlette.routing import Route
 from ..application import runtime_of
 from ..errors import NotAuthenticated, OperationNotFound
 from ..operate import discard
-from ..store import approvals
+from ..store import approvals, edits
 from ..store.statements import repeatable
 from .desk import ROWS, desk_of, form_of, letter_of, number, visitor_of
 from .shown import done, page
@@ -23,8 +23,9 @@ def show(request: Request) -> Response:
         rows = approvals.open_requests(
             connection, desk.service, visitor_of(request).tenants, before=before, limit=ROWS + 1
         )
+        corrections = edits.open_requests(connection, desk.service, visitor_of(request).tenants, limit=ROWS)
     more = rows[ROWS - 1].letter if len(rows) > ROWS else None
-    return page(request, "approvals.html", title="Approvals", rows=rows[:ROWS], more=more)
+    return page(request, "approvals.html", title="Approvals", rows=rows[:ROWS], more=more, edits=corrections)
 
 
 def approve(request: Request) -> Response:

@@ -103,7 +103,7 @@ def begin(request: Request) -> Response:
             raise ChangeRefused("what was chosen is not known any more: choose again")
         _, ids, read = shown
     else:
-        ids, read = _chosen(request), []
+        ids, read = matching(request), []
         with desk.reading() as connection:
             warnings = to_confirm(connection, ids)
         if warnings:
@@ -119,13 +119,13 @@ def begin(request: Request) -> Response:
     return RedirectResponse(f"/bulk?{urlencode({'of': of})}", 303)
 
 
-def _chosen(request: Request) -> list[int]:
-    """The letters that match. Raises `ChangeRefused` for none, and for more than `MOST`."""
+def matching(request: Request, *, archived: bool = False) -> list[int]:
+    """The open letters that a form's filter matches. Raises `ChangeRefused` for none, and for more than `MOST`."""
     desk, visitor = desk_of(request), visitor_of(request)
     # apart from the other fields: a filter is called `reason`, as is why a person does it
     filters = {name.removeprefix(FILTER): value for name, value in form_of(request).items() if name.startswith(FILTER)}
-    only = replace(chosen(filters), before=None, status="open")
-    if only == Letters():
+    only = replace(chosen(filters), before=None, status="open", is_archived=archived)
+    if only == Letters(is_archived=archived):
         raise ChangeRefused("choose by reason, task, tenant, code version or age: not all open letters at once")
     with desk.reading() as connection:
         ids = letter_pages.ids(connection, desk.service, visitor.tenants, only, limit=MOST + 1)

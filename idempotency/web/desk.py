@@ -22,6 +22,7 @@ from ..store.overview import TIMEOUT, Snapshot
 from ..upkeep.overview import ask_broker
 from ..wire.keys import OperationId
 from .access import Sessions, Visitor
+from .business import BusinessRows
 from .gate import Place
 from .login import Login
 
@@ -56,6 +57,7 @@ class Desk:
             },
             isolation_level="AUTOCOMMIT",
         )
+        self.business = BusinessRows(self.settings)
         self._kept: dict[Any, tuple[float, Any]] = {}
         self._making: dict[Any, threading.Lock] = {}
         self._failed: dict[Any, tuple[float, Exception]] = {}
@@ -64,6 +66,7 @@ class Desk:
     def close(self) -> None:
         """Close its connections."""
         self._engine.dispose()
+        self.business.close()
 
     @property
     def service(self) -> str:

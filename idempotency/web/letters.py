@@ -22,21 +22,25 @@ from . import runbooks
 from .confirming import digest, read_of
 from .desk import ROWS, Fields, change_of, desk_of, form_of, letter_of, number, text_of, visitor_of
 from .doubts import link_of
+from .edits import edits_of
 from .preview import preview, spent_at
 from .shown import done, page, path_of
 
+# Open ones without those that are archived, then these.
+STATES = ("open", "archived", "replayed", "discarded", "all")
 AGES = {"1h": 3600.0, "1d": 86400.0, "7d": 7 * 86400.0}
 
 
 def chosen(fields: dict[str, str]) -> Letters:
     """The filter that a query or a form asks for. Raises `ChangeRefused`."""
     status = text_of(fields, "status") or "open"
-    if status not in ("open", "replayed", "discarded", "all"):
-        raise ChangeRefused(f"status: open, replayed, discarded or all, got {status[:20]!r}")
+    if status not in STATES:
+        raise ChangeRefused(f"status: one of {', '.join(STATES)}, got {status[:20]!r}")
     within, over = (AGES.get(fields.get(name, "")) for name in ("within", "over"))
     named = {name: text_of(fields, name) for name in ("reason", "task", "tenant", "code_version")}
     return Letters(
-        None if status == "all" else status,
+        {"all": None, "archived": "open"}.get(status, status),
+        {"open": False, "archived": True}.get(status),
         **named,
         older_than=over,
         newer_than=within,
@@ -52,7 +56,7 @@ def show_list(request: Request) -> Response:
     with desk.reading() as connection:
         rows = letter_pages.page(connection, desk.service, visitor.tenants, only, limit=ROWS + 1)
     return page(
-        request, "letters.html", title="Dead letters", rows=rows[:ROWS], only=asdict(only), filters=Fields(asked), ages=list(AGES),
+        request, "letters.html", title="Dead letters", rows=rows[:ROWS], only=asdict(only), filters=Fields(asked), ages=list(AGES), states=STATES,
         more=rows[ROWS - 1].id if len(rows) > ROWS else None, book=_book(request, only.reason),
     )  # fmt: skip
 
@@ -75,11 +79,12 @@ def _shown(request: Request, letter: int, *, status: int = 200, **more: Any) -> 
         request_to_discard = discards.pending_request(connection, letter)
         warnings = to_confirm(connection, [letter]) if row.status == "open" else []
         looked = preview(desk, connection, row, operation)
+        found = edits_of(desk, connection, row, more.get("revealed"))
         in_doubt = doubts.of_letter(connection, desk.service, visitor_of(request).tenants, letter)
     given = {
         "row": row, "id": id, "operation": operation, "asked_to_discard": request_to_discard, "warnings": warnings,
         "read": " ".join(digest(each) for each in warnings), "preview": looked,
-        "book": _book(request, row.reason), "revealed": None, "why": None,
+        "book": _book(request, row.reason), "revealed": None, "why": None, "edits": found,
         "spent_at": spent_at(row, None if operation is None else operation["record"]),
         "in_doubt": [(each, link_of(desk, each.task, each.effect, each.provider_key)) for each in in_doubt],
     }  # fmt: skip

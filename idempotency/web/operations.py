@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from datetime import datetime
 from typing import Any
 
@@ -9,19 +10,23 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
-from ..errors import ChangeRefused
+from ..errors import ChangeRefused, InvalidArguments
 from ..identities import Role
+from ..letters.editing import arguments_of
 from ..operate.cancel import cancel
 from ..operate.change import Shown
 from ..operate.release import release
 from ..operate.reveal import reveal
 from ..store import operation_pages, operations, provider_keys, saga_reading
-from ..wire import encoding
+from ..text import masked
+from ..wire import keys
 from ..wire.keys import OperationId
 from ..wire.message import Message
-from .desk import ROWS, Fields, change_of, desk_of, form_of, number, operation_of, seen, text_of, visitor_of
+from ..worker.calls import KeyedTask
+from .business import Described
+from .desk import ROWS, Desk, Fields, change_of, desk_of, form_of, number, operation_of, seen, text_of, visitor_of
 from .doubts import link_of
-from .shown import done, masked, page, path_of
+from .shown import done, page, path_of
 from .timeline import entries
 
 STAGES = ("accepted", "running", "released", "ended")
@@ -107,29 +112,47 @@ def _shown(request: Request, id: OperationId, *, revealed: dict[str, Any] | None
         found = operations.operation(connection, id)
         row = saga_reading.saga(connection, id)
         saga = None if row is None else saga_reading.show(connection, id)
-        message = _message(connection, id)
+        arguments = _arguments(connection, id)
+    business = desk.business.of(Described(id.tenant, id.task, id.key, _named(desk, id.task, arguments)))
     effects = {
         name: effect | {"link": link_of(desk, id.task, name, effect.get("key"))}
         for name, effect in found["effects"].items()
     }
     return page(
-        request, "operation.html", title=id.task, id=id, found=found, effects=effects, saga=saga, message=message, revealed=revealed,
-        entries=entries(found, saga),
+        request, "operation.html", title=id.task, id=id, found=found, effects=effects, saga=saga, message=_masked(arguments), revealed=revealed, business=business,
+        entries=entries(found, saga, () if business is None else business.rows, with_values=revealed is not None),
     )  # fmt: skip
 
 
-def _message(connection: Any, id: OperationId) -> dict[str, Any] | None:
-    """The names and kinds of the arguments, with none of their values; None: no message is kept, or it cannot be read."""
+def _arguments(connection: Any, id: OperationId) -> tuple[list[Any], dict[str, Any]] | None:
+    """Positional and named arguments; None: no message is kept, or it cannot be read."""
     found = operations.operation(connection, id, with_payload=True)
     texts = [(found["record"] or {}).get("message"), *(row.get("message") for row in found["outbox"])]
     for text in filter(None, texts):
-        try:
-            args, kwargs, _ = encoding.loads(Message.from_text(text).body)
-            named = {str(name)[:80]: masked(value) for name, value in dict(kwargs).items()}
-            return {f"argument {place}": masked(value) for place, value in enumerate(args, 1)} | named
-        except (ValueError, TypeError, RecursionError):
-            return None
+        with suppress(ValueError):
+            if (read := arguments_of(Message.from_text(text))) is not None:
+                return read[0], read[1]
     return None
+
+
+def _masked(arguments: tuple[list[Any], dict[str, Any]] | None) -> dict[str, Any] | None:
+    """The names and kinds of the arguments, with none of their values."""
+    if arguments is None:
+        return None
+    args, kwargs = arguments
+    named = {str(name)[:80]: masked(value) for name, value in kwargs.items()}
+    return {f"argument {place}": masked(value) for place, value in enumerate(args, 1)} | named
+
+
+def _named(desk: Desk, task: str, arguments: tuple[list[Any], dict[str, Any]] | None) -> dict[str, Any]:
+    """The arguments by name, as far as the task is known here."""
+    if arguments is None:
+        return {}
+    args, kwargs = arguments
+    known = desk.celery.tasks.get(task)
+    with suppress(InvalidArguments):
+        return keys.bind(known.signature_of_run, args, kwargs) if isinstance(known, KeyedTask) else dict(kwargs)
+    return dict(kwargs)
 
 
 def show_payload(request: Request) -> Response:

@@ -11,6 +11,7 @@ from sqlalchemy import Connection
 from ..attempt.effects import provider_key
 from ..errors import ReplayRefused
 from ..store import dead_letters, letter_messages, letter_operations, operations, webhooks
+from ..store.archive import said
 from ..store.letter_messages import NEVER
 from ..streams.declaring import stream_of
 from ..text import attempts_made
@@ -39,6 +40,9 @@ def preview(desk: Desk, connection: Connection, letter: Any, operation: Mapping[
     found = Preview()
     if letter.status != "open":
         found.refused = f"it is {letter.status}"
+        return found
+    if letter.archived_at is not None:
+        found.refused = said(letter.archived_at, letter.archived_by)
         return found
     record = None if operation is None else operation["record"]
     found.refused = _unreadable(desk, letter) or _never(letter, record) or _refused(letter, record)

@@ -20,14 +20,13 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 
 from ..extras import installed_version
-from ..text import attempts_made, number_of, one_line
+from ..text import attempts_made, masked, number_of, one_line
 from ..wire.keys import OperationId
 from .access import SAID
 from .desk import desk_of
 
 # Characters of an id in a list; the page about it has the whole.
 SHORT = 24
-MASK = "•••"
 _UNITS = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 
 
@@ -86,22 +85,6 @@ def error_of(error: Any) -> dict[str, str]:
     if not isinstance(error, dict):
         return {"code": "", "message": ""}
     return {name: one_line(str(error.get(name) or "")) for name in ("code", "message")}
-
-
-def masked(value: Any) -> Any:
-    """The kind of a value, with nothing of the value."""
-    match value:
-        case None | bool():
-            return MASK
-        case str():
-            return f"{MASK} text"
-        case int() | float():
-            return f"{MASK} number"
-        case list() | tuple():
-            return f"{MASK} list of {len(value)}"
-        case dict():
-            return f"{MASK} object of {len(value)}"
-    return MASK
 
 
 def pretty(value: Any) -> str:

@@ -1,24 +1,29 @@
 """All that has happened in one operation, in order, as far as it is recorded.
 
-Of attempts, the record keeps the number and the first and last error, not each one. Rows of the application are not linked.
+Of attempts, the record keeps the number and the first and last error, not each one. Rows of the application are those that its
+function says.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from ..text import attempts_made, number_of
+from ..text import attempts_made, masked, number_of, one_line
+from .business import BusinessRow
 from .shown import error_of
+
+# Characters of a title and of a field's name.
+LONGEST = 80
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
     """One thing that has happened. `kind`: what it is about, for its colour."""
 
-    at: datetime
+    at: datetime | None
     kind: str
     what: str
     state: str = ""
@@ -26,13 +31,36 @@ class Entry:
     letter: int | None = None
 
 
-def entries(shown: Mapping[str, Any], saga: Mapping[str, Any] | None = None) -> list[Entry]:
-    """The timeline of an operation, and of what its saga has recorded."""
+def entries(
+    shown: Mapping[str, Any],
+    saga: Mapping[str, Any] | None = None,
+    business: Iterable[BusinessRow] = (),
+    *,
+    with_values: bool = False,
+) -> list[Entry]:
+    """The timeline of an operation, of what its saga has recorded, and of the application's rows: those without a time come last."""
     found = [*_record(shown["record"]), *_effects(shown["effects"]), *_deliveries(shown["outbox"])]
     found += [*_letters(shown["dead_letters"]), *_audit(shown["audit"])]
     if saga is not None and saga.get("saga") is not None:
         found += [*_steps(saga["steps"]), *_events(saga["events"])]
-    return sorted((entry for entry in found if entry.at is not None), key=lambda entry: entry.at)
+    found = [entry for entry in found if entry.at is not None] + [_business(row, with_values) for row in business]
+    return sorted(found, key=lambda entry: entry.at or _LAST)
+
+
+# After all that has happened.
+_LAST = datetime.max.replace(tzinfo=UTC)
+
+
+def _business(row: BusinessRow, with_values: bool) -> Entry:
+    fields = {one_line(str(name))[:LONGEST]: value for name, value in row.fields.items()}
+    said = {name: one_line(str(value)) if with_values else masked(value) for name, value in fields.items()}
+    return Entry(
+        row.at,
+        "business",
+        one_line(str(row.title))[:LONGEST],
+        "",
+        "; ".join(f"{name} {value}" for name, value in said.items()),
+    )
 
 
 def _record(record: Mapping[str, Any] | None) -> Iterator[Entry]:

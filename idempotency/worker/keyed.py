@@ -142,6 +142,20 @@ class Keyed(TypedTask[P, R_co], Generic[P, R_co]):
         }
         return id, sent
 
+    def corrected(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], id: OperationId, *, is_made: bool
+    ) -> tuple[list[Any], dict[str, Any], dict[str, Any]]:
+        """Other arguments for an operation that has a message: as they travel, with the headers that name it.
+
+        Checked as those of a call are. `is_made`: its key was made from the arguments, and has to come out the same. Raises
+        `CallRefused`.
+        """
+        args, kwargs = self._as_sent(args, kwargs)
+        named, headers = self._checked(args, kwargs, None if is_made else id.key, id.tenant)
+        if named != id:
+            raise InvalidKey(f"{self.name}: these arguments make another key, and so another operation")
+        return list(args), dict(kwargs), headers
+
     def _as_sent(
         self, args: Sequence[Any] | None, kwargs: Mapping[str, Any] | None
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:

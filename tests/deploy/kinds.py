@@ -15,6 +15,51 @@ RESOURCES = {"requests": {"cpu": QUANTITY, "memory": QUANTITY}, "limits": {"memo
 LABELS = dict
 SELECTOR = {"matchLabels": LABELS, "matchExpressions": [{"key": TEXT, "operator": {"In"}, "values": [TEXT]}]}
 
+ENV = [{"name": TEXT, "value": TEXT, "valueFrom": {"fieldRef": {"fieldPath": TEXT}}}]
+POD_CONTEXT = {
+    "runAsNonRoot": FLAG, "runAsUser": COUNT, "runAsGroup": COUNT, "fsGroup": COUNT, "seccompProfile": {"type": {"RuntimeDefault"}},
+}  # fmt: skip
+CONTEXT = {"allowPrivilegeEscalation": FLAG, "readOnlyRootFilesystem": FLAG, "capabilities": {"drop": [{"ALL"}]}}
+PROBE = {"periodSeconds": COUNT, "timeoutSeconds": COUNT, "failureThreshold": COUNT}
+SECRET_FILES = {"secretName": TEXT, "items": [{"key": TEXT, "path": TEXT}]}
+VOLUMES = {
+    "volume": [{"name": TEXT, "emptyDir": {"sizeLimit": QUANTITY}, "secret": SECRET_FILES}],
+    "mountPath": [{"name": TEXT, "mountPath": TEXT, "readOnly": FLAG}],
+}
+# What both kinds of the redis-operator have.
+REDIS = {
+    "clusterSize": COUNT,
+    "kubernetesConfig": {
+        "image": TEXT,
+        "redisSecret": {"name": TEXT, "key": TEXT},
+        "minReadySeconds": COUNT,
+        "resources": RESOURCES,
+    },
+    "TLS": {"ca": TEXT, "cert": TEXT, "key": TEXT, "secret": SECRET_FILES},
+    "serviceAccountName": TEXT,
+    "terminationGracePeriodSeconds": COUNT,
+    "podSecurityContext": POD_CONTEXT,
+    "securityContext": CONTEXT,
+    "affinity": {
+        "podAntiAffinity": {
+            "preferredDuringSchedulingIgnoredDuringExecution": [
+                {"weight": COUNT, "podAffinityTerm": {"topologyKey": TEXT, "labelSelector": SELECTOR}}
+            ]
+        }
+    },
+    "readinessProbe": PROBE,
+    "livenessProbe": PROBE,
+    "initContainer": {
+        "enabled": FLAG,
+        "image": TEXT,
+        "command": [TEXT],
+        "args": [TEXT],
+        "env": ENV,
+        "securityContext": CONTEXT,
+        "resources": RESOURCES,
+    },
+}
+
 SHAPES: dict[tuple[str, str], dict[str, Any]] = {
     ("cert-manager.io/v1", "Issuer"): {"selfSigned": {}, "ca": {"secretName": TEXT}},
     ("cert-manager.io/v1", "Certificate"): {
@@ -44,6 +89,7 @@ SHAPES: dict[tuple[str, str], dict[str, Any]] = {
         "certificates": {"serverTLSSecret": TEXT, "serverCASecret": TEXT},
         "bootstrap": {"initdb": {"database": TEXT, "owner": TEXT, "secret": NAME, "postInitSQL": [TEXT]}},
         "enableSuperuserAccess": FLAG,
+        "enablePDB": FLAG,
         "affinity": {
             "enablePodAntiAffinity": FLAG,
             "topologyKey": TEXT,
@@ -86,6 +132,25 @@ SHAPES: dict[tuple[str, str], dict[str, Any]] = {
                 }
             }
         },
+    },
+    ("redis.redis.opstreelabs.in/v1beta2", "RedisReplication"): {
+        **REDIS,
+        "redisConfig": {"additionalRedisConfig": TEXT},
+        "acl": {"secret": SECRET_FILES},
+        "storage": {"volumeMount": VOLUMES},
+    },
+    ("redis.redis.opstreelabs.in/v1beta2", "RedisSentinel"): {
+        **REDIS,
+        "redisSentinelConfig": {
+            "redisReplicationName": TEXT,
+            "redisReplicationPassword": {"secretKeyRef": {"name": TEXT, "key": TEXT}},
+            **dict.fromkeys(
+                ("masterGroupName", "quorum", "downAfterMilliseconds", "failoverTimeout", "parallelSyncs"), TEXT
+            ),
+            **{name: {"yes", "no"} for name in ("resolveHostnames", "announceHostnames")},
+        },
+        "env": ENV,
+        "volumeMount": VOLUMES,
     },
     ("keda.sh/v1alpha1", "TriggerAuthentication"): {
         "secretTargetRef": [{"parameter": TEXT, "name": TEXT, "key": TEXT}],

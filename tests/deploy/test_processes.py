@@ -28,6 +28,7 @@ from scripts import kubernetes_secrets
 from tests.support.documents import ROOT
 from tests.support.encrypted import authority, make_certificates
 from tests.support.manifests import (
+    KUBERNETES,
     Object,
     build,
     environment,
@@ -43,7 +44,7 @@ from tests.support.manifests import (
 )  # fmt: skip
 from tests.unit.test_runbooks import UsageError, parse, parse_celery
 
-PRODUCTION = "overlays/production"
+PRODUCTION, SERVERS = "overlays/production", "overlays/production/dependencies"
 PAGE = ROOT / "docs" / "kubernetes.md"
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
 # Seconds between the end that a process takes at most and the moment at which it is killed.
@@ -63,7 +64,6 @@ LOGINS = {
 SHOW = """
 import json
 from idempotency.application import settings_of
-from idempotency.checks.tls import check_tls
 from scripts import kubernetes_secrets
 from tasks import app
 app.loader.import_default_modules()
@@ -76,7 +76,6 @@ for name, task in app.tasks.items():
 given = settings_of(app)
 made = kubernetes_secrets.contents()
 print(json.dumps({
-    "tls": {finding.subject: finding.found for finding in check_tls(app, given)},
     "queues": sorted(app.amqp.queues), "limits": limits, "soft_shutdown": app.conf.worker_soft_shutdown_timeout,
     "version": given.code_version, "page": given.web_url, "file": str(given.sign_of_life_file),
     "secrets": [[name, key] for name, content in made.items() for key in content],
@@ -219,9 +218,7 @@ def test_every_variable_is_read_by_something() -> None:
     assert "IDEMPOTENCY_LEESE" not in read()
 
 
-def test_the_settings_are_taken_and_every_connection_is_verified(shown: Any) -> None:
-    verified = ("idempotency_database_url", "idempotency_redis_url", "broker_url")
-    assert shown["tls"] == {f"{name} TLS": "verified, with the host's name" for name in verified}
+def test_version_and_page_are_those_of_the_manifests(shown: Any) -> None:
     assert (shown["version"], shown["page"]) == ("1.0.0", "https://ops.shop.example")
 
 
@@ -264,6 +261,10 @@ def used_secrets() -> set[tuple[str, str]]:
                 found.add((value["secretKeyRef"]["name"], value["secretKeyRef"]["key"]))
             if "secretTargetRef" in value:
                 found.update((each["name"], each["key"]) for each in value["secretTargetRef"])
+            if "redisSecret" in value:
+                found.add((value["redisSecret"]["name"], value["redisSecret"]["key"]))
+            if "secretName" in value and "items" in value:
+                found.update((value["secretName"], each["key"]) for each in value["items"])
             for each in value.values():
                 look(each)
         elif isinstance(value, list):
@@ -276,7 +277,7 @@ def used_secrets() -> set[tuple[str, str]]:
             name = each["spec"]["bootstrap"]["initdb"]["secret"]["name"]
             found |= {(name, "username"), (name, "password")}
     # of a volume with all keys: what its server reads
-    return found | {("rabbitmq-definitions", "rabbitmq.json"), ("redis-users", "users.acl")}
+    return found | {("rabbitmq-definitions", "rabbitmq.json")}
 
 
 def test_the_page_names_every_secret_and_key() -> None:
@@ -292,7 +293,7 @@ def test_the_secrets_that_are_made_are_those_that_are_used(shown: Any) -> None:
 
 
 def test_secrets_that_are_mounted_are_made_by_the_page_or_by_cert_manager() -> None:
-    made = {each["spec"]["secretName"] for each in of_kind("dependencies", "Certificate")}
+    made = {each["spec"]["secretName"] for _, each in every() if each["kind"] == "Certificate"}
     mounted = {
         (volume["secret"]["secretName"], "items" in volume["secret"])
         for _, workload in every()
@@ -301,8 +302,11 @@ def test_secrets_that_are_mounted_are_made_by_the_page_or_by_cert_manager() -> N
         if "secret" in volume
     }
     # of the authority's, whose Secret has the key, only the certificate
-    assert mounted == {("authority", True), ("redis-certificate", False), ("redis-users", False)}
-    assert {"authority", "redis-certificate"} <= made
+    assert mounted == {("authority", True), ("redis-certificate", False), ("redis-users", True)}
+    assert {"authority", "redis-certificate", "hints-certificate"} <= made
+    for kind in ("RedisReplication", "RedisSentinel"):
+        (each,) = of_kind(SERVERS, kind)
+        assert each["spec"]["TLS"]["secret"] == {"secretName": "hints-certificate"}
 
 
 @pytest.mark.parametrize("overlay", ["production", "staging"])
@@ -423,6 +427,8 @@ def test_what_must_not_be_there_twice_is_not() -> None:
     for directory in (PRODUCTION, "overlays/staging"):
         beat, metrics = (named(workloads(directory), name) for name in ("beat", "metrics"))
         assert (beat["kind"], beat["spec"]["replicas"]) == ("StatefulSet", 1)
+        # or a release that was never ready would stay, whatever is applied after it
+        assert beat["spec"]["podManagementPolicy"] == "Parallel"
         assert (metrics["spec"]["replicas"], metrics["spec"]["strategy"]) == (1, {"type": "Recreate"})
 
 
@@ -445,3 +451,39 @@ def test_a_drain_leaves_one_of_each_that_has_several() -> None:
                 matches(each["labelSelector"], labels(workload)) for each in pod(workload)["topologySpreadConstraints"]
             )
     assert len(budgets) == len(several) == 5
+
+
+def test_a_drain_leaves_a_majority_of_servers_and_ends_where_there_is_one() -> None:
+    (rabbitmq,) = of_kind(SERVERS, "RabbitmqCluster")
+    held = [
+        each["spec"] for each in of_kind(SERVERS, "PodDisruptionBudget")
+        if each["spec"]["selector"] == {"matchLabels": {"app.kubernetes.io/name": rabbitmq["metadata"]["name"]}}
+    ]  # fmt: skip
+    assert [each["maxUnavailable"] for each in held] == [1]
+    for directory in (SERVERS, "overlays/staging/dependencies"):
+        (cluster,) = of_kind(directory, "Cluster")
+        # CloudNativePG's own budget for a primary, which nothing can follow where it is alone
+        assert cluster["spec"].get("enablePDB", True) == (cluster["spec"]["instances"] > 1)
+    assert all(each["spec"]["unhealthyPodEvictionPolicy"] == "AlwaysAllow" for _, each in every() if each["kind"] == "PodDisruptionBudget")  # fmt: skip
+
+
+def test_postgres_takes_the_connections_of_as_many_pods_as_there_may_be() -> None:
+    (cluster,) = of_kind(SERVERS, "Cluster")
+    most = {each["metadata"]["name"]: each["spec"]["maxReplicaCount"] for each in of_kind(PRODUCTION, "ScaledObject")}
+    needed = 0
+    for workload in workloads():
+        command, name = main_container(workload)["command"], workload["metadata"]["name"]
+        pods = most.get(name) or workload["spec"]["replicas"]
+        surge = workload["spec"].get("strategy", {}).get("rollingUpdate", {}).get("maxSurge", 0)
+        is_pool = command[0] == "celery" and "worker" in command
+        each = (
+            3 * (int(option(command, "--concurrency")) + 1)
+            if is_pool
+            else 2 * Settings.model_fields["pool_size"].default
+        )
+        needed += (pods + surge) * each
+    parameters = cluster["spec"]["postgresql"]["parameters"]
+    # some are the operator's and replicas'
+    assert needed + 20 <= int(parameters["max_connections"]), needed
+    source = (KUBERNETES / "dependencies" / "postgres.yaml").read_text()
+    assert f" {needed}." in source

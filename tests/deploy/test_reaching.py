@@ -6,15 +6,20 @@ import copy
 import inspect
 import ipaddress
 import re
+import shutil
+import subprocess
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml  # type: ignore[import-untyped]
 
+from idempotency.store.overview import Snapshot
 from idempotency.upkeep import backlog
 from scripts import kubernetes
-from tests.deploy.test_processes import LOGINS, PRODUCTION, consumers, workloads
+from tests.deploy.test_processes import LOGINS, PRODUCTION, SERVERS, consumers, workloads
+from tests.support import monitoring
 from tests.support.documents import ROOT
 from tests.support.manifests import (
     Object,
@@ -29,7 +34,7 @@ from tests.support.manifests import (
     pod,
 )  # fmt: skip
 
-# Pods that operators make, by the label that they document, and their ports.
+# Pods that operators make, by the label that they document or are given, and their ports.
 MADE = {
     "postgres": ({"cnpg.io/cluster": "postgres"}, {5432, 8000, 9187}),
     "rabbitmq": ({"app.kubernetes.io/name": "rabbitmq"}, {4369, 5671, 15671, 15691, 25672, 35672}),
@@ -37,30 +42,34 @@ MADE = {
 Pods = dict[str, tuple[dict[str, str], set[Any]]]
 
 
-def together() -> list[Object]:
+def together(overlay: str = "production") -> list[Object]:
     """All that is in the namespace: processes, the Job, servers, and Flower, which staging has."""
     flower = [each for each in build("overlays/staging") if each["metadata"]["name"].startswith("flower")]
-    return [*build(PRODUCTION), *build(f"{PRODUCTION}/migrate"), *build("dependencies"), *flower]
+    own = [each for part in ("", "/dependencies", "/migrate") for each in build(f"overlays/{overlay}{part}")]
+    return own if overlay == "staging" else [*own, *flower]
 
 
 @cache
-def pods() -> Pods:
+def pods(overlay: str) -> Pods:
     """The labels and the ports of every kind of pod, by name."""
     found: Pods = dict(MADE)
-    for each in together():
+    for each in together(overlay):
         if each["kind"] in ("Deployment", "StatefulSet", "Job"):
             ports = [port for container in containers(each) for port in container.get("ports", [])]
             open_ = {port["name"] for port in ports} | {port["containerPort"] for port in ports}
             found[each["metadata"]["name"]] = (labels(each), open_)
+        elif each["kind"] in ("RedisReplication", "RedisSentinel"):
+            own, port = each["metadata"]["labels"], 6379 if each["kind"] == "RedisReplication" else 26379
+            found[own["app.kubernetes.io/component"]] = (own, {port})
     return found
 
 
-def policies() -> list[Object]:
-    return [each for each in together() if each["kind"] == "NetworkPolicy"]
+def policies(overlay: str = "production") -> list[Object]:
+    return [each for each in together(overlay) if each["kind"] == "NetworkPolicy"]
 
 
-def selected(selector: Object) -> set[str]:
-    return {name for name, (found, _) in pods().items() if matches(selector, found)}
+def selected(selector: Object, overlay: str = "production") -> set[str]:
+    return {name for name, (found, _) in pods(overlay).items() if matches(selector, found)}
 
 
 def rules(policy: Object, direction: str) -> list[Object]:
@@ -68,17 +77,22 @@ def rules(policy: Object, direction: str) -> list[Object]:
     return found
 
 
-def may(source: str, target: str, port: Any) -> bool:
+def may(source: str, target: str, port: Any, overlay: str = "production") -> bool:
     """Whether policies let a pod of one kind reach one of another at a port."""
-    return _lets("egress", "to", source, target, port) and _lets("ingress", "from", target, source, port)
+    there = policies(overlay)
+    return _lets(there, "egress", "to", source, target, port, overlay) and _lets(
+        there, "ingress", "from", target, source, port, overlay
+    )
 
 
-def _lets(direction: str, side: str, own: str, other: str, port: Any) -> bool:
-    for policy in policies():
-        if own in selected(policy["spec"]["podSelector"]):
+def _lets(there: list[Object], direction: str, side: str, own: str, other: str, port: Any, overlay: str) -> bool:
+    for policy in there:
+        if own in selected(policy["spec"]["podSelector"], overlay):
             for rule in rules(policy, direction):
                 peers = [peer["podSelector"] for peer in rule.get(side, []) if set(peer) == {"podSelector"}]
-                if port in [each["port"] for each in rule["ports"]] and any(other in selected(peer) for peer in peers):
+                if port in [each["port"] for each in rule["ports"]] and any(
+                    other in selected(peer, overlay) for peer in peers
+                ):
                     return True
     return False
 
@@ -89,7 +103,7 @@ def test_nothing_is_open_by_itself() -> None:
 
 
 def test_every_policy_is_about_pods_that_are_there_and_ports_that_they_have() -> None:
-    everything = pods()
+    everything = pods("production")
     for policy in policies():
         name, own = policy["metadata"]["name"], selected(policy["spec"]["podSelector"])
         assert own, name
@@ -104,22 +118,47 @@ def test_every_policy_is_about_pods_that_are_there_and_ports_that_they_have() ->
                     assert not held or any(port["port"] in everything[each][1] for each in held), (name, port)
 
 
-def test_each_process_reaches_its_servers_and_no_other() -> None:
+@pytest.mark.parametrize("overlay", ["production", "staging"])
+def test_each_process_reaches_its_servers_and_no_other(overlay: str) -> None:
+    redis = [("redis", 6379)] + ([("sentinel", 26379)] if overlay == "production" else [])
     found = {
         (source, server)
         for source in (*LOGINS, "migrate", "flower")
-        for server, port in (("postgres", 5432), ("rabbitmq", 5671), ("redis", 6379))
-        if may(source, server, port)
+        for server, port in (("postgres", 5432), ("rabbitmq", 5671), *redis)
+        if may(source, server, port, overlay)
     }
     wanted = {("migrate", "postgres"), ("flower", "rabbitmq")}
     for name, (_, _, has_hints) in LOGINS.items():
-        wanted |= {(name, "postgres"), (name, "rabbitmq")} | ({(name, "redis")} if has_hints else set())
+        wanted |= {(name, "postgres"), (name, "rabbitmq")}
+        wanted |= {(name, server) for server, _ in redis} if has_hints else set()
     assert found == wanted
+
+
+def test_redis_and_sentinels_reach_each_other_and_the_operator_both() -> None:
+    wanted = {("redis", "redis"), ("sentinel", "redis"), ("sentinel", "sentinel")}
+    ports = {"redis": 6379, "sentinel": 26379}
+    assert {(a, b) for a in ports for b in ports if may(a, b, ports[b])} == wanted
+    for name, port in ports.items():
+        (rule,) = rules(named(policies(), name), "ingress")
+        assert {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "ot-operators"}}} in rule["from"]
+        assert rule["ports"] == [{"protocol": "TCP", "port": port}]
+
+
+@pytest.mark.parametrize("overlay", ["production", "staging"])
+def test_servers_look_up_names_and_the_job_reaches_them_before_the_processes_are_there(overlay: str) -> None:
+    servers = of_kind(f"overlays/{overlay}/dependencies", "NetworkPolicy")
+    for name in (*MADE, "redis"):
+        own = [each for each in servers if name in selected(each["spec"]["podSelector"], overlay)]
+        ports = [port for policy in own for rule in rules(policy, "egress") for port in rule["ports"]]
+        assert {"protocol": "UDP", "port": 53} in ports, name
+    assert _lets(servers, "egress", "to", "migrate", "postgres", 5432, overlay)
+    assert _lets(servers, "ingress", "from", "postgres", "migrate", 5432, overlay)
+    assert named(servers, "nothing")["spec"] == {"podSelector": {}, "policyTypes": ["Ingress", "Egress"]}
 
 
 def test_no_process_reaches_another_one() -> None:
     processes = [*LOGINS, "migrate", "flower"]
-    ports = {port for name in processes for port in pods()[name][1]}
+    ports = {port for name in processes for port in pods("production")[name][1]}
     assert [(a, b) for a in processes for b in processes for port in ports if may(a, b, port)] == []
 
 
@@ -128,7 +167,7 @@ def test_what_is_refused_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     less = copy.deepcopy(policies())
     (values,) = named(less, "to-postgres")["spec"]["podSelector"]["matchExpressions"]
     values["values"].remove("relay")
-    monkeypatch.setattr(f"{__name__}.policies", lambda: less)
+    monkeypatch.setattr(f"{__name__}.policies", lambda _: less)
     assert not may("relay", "postgres", 5432)
 
 
@@ -157,23 +196,27 @@ def test_every_service_leads_to_pods_and_a_port_of_theirs() -> None:
     for service in [each for each in together() if each["kind"] == "Service"]:
         to = selected({"matchLabels": service["spec"]["selector"]})
         assert to == {service["metadata"]["name"]}
-        assert all(port["targetPort"] in pods()[name][1] for name in to for port in service["spec"].get("ports", []))
+        assert all(
+            port["targetPort"] in pods("production")[name][1]
+            for name in to
+            for port in service["spec"].get("ports", [])
+        )
 
 
 def test_addresses_are_the_names_of_services_and_of_certificates() -> None:
-    certificates = {each["metadata"]["name"]: each["spec"]["dnsNames"] for each in of_kind("dependencies", "Certificate")
+    certificates = {each["metadata"]["name"]: each["spec"]["dnsNames"] for each in of_kind(SERVERS, "Certificate")
                     if "dnsNames" in each["spec"]}  # fmt: skip
     hosts = set()
     for workload in workloads():
         for variable, value in environment(main_container(workload)).items():
             if variable in ("DATABASE_URL", "BROKER_URL", "REDIS_URL"):
                 hosts.add(re.sub(r".*@([\w.-]+):.*", r"\1", value))
-    assert hosts == {"postgres-rw", "rabbitmq", "redis"}
+    assert hosts == {"postgres-rw", "rabbitmq", "hints-sentinel"}
     for host in (*hosts, "rabbitmq.shop.svc"):
-        assert host in certificates[host.partition(".")[0].removesuffix("-rw")]
+        assert host in certificates[host.partition(".")[0].removesuffix("-rw").removesuffix("-sentinel")]
     for kind, name in (("Cluster", "postgres"), ("RabbitmqCluster", "rabbitmq")):
-        assert named(of_kind("dependencies", kind), name)
-    cluster = named(of_kind("dependencies", "Cluster"), "postgres")["spec"]
+        assert named(of_kind(SERVERS, kind), name)
+    cluster = named(of_kind(SERVERS, "Cluster"), "postgres")["spec"]
     assert cluster["instances"] == 3
     assert cluster["postgresql"]["synchronous"] == {"method": "any", "number": 1, "dataDurability": "required"}
 
@@ -213,7 +256,7 @@ def test_prometheus_scrapes_every_pod_that_counts_and_the_backlog_as_the_job_of_
     for monitor in of_kind(PRODUCTION, "PodMonitor"):
         (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
         (relabel,) = endpoint["relabelings"]
-        of = {name for name in selected(monitor["spec"]["selector"]) if endpoint["port"] in pods()[name][1]}
+        of = {name for name in selected(monitor["spec"]["selector"]) if endpoint["port"] in pods("production")[name][1]}
         assert of == selected(monitor["spec"]["selector"])
         assert relabel["targetLabel"] == "job"
         jobs[relabel["replacement"]] = of
@@ -266,14 +309,46 @@ def test_workers_are_scaled_by_their_queues_and_by_a_figure_that_is_served() -> 
         assert 2 <= spec["minReplicaCount"] <= spec["fallback"]["replicas"] <= spec["maxReplicaCount"]
         *lengths, age = spec["triggers"]
         assert [trigger["metadata"]["queueName"] for trigger in lengths] == consumers()[name]
-        metric, queues = re.findall(r'max\((\w+)\{job="idempotency", queue=~"([\w|]+)"\}\)', age["metadata"]["query"])[
-            0
-        ]
-        assert metric in served
-        assert queues.split("|") == consumers()[name]
+        query = age["metadata"]["query"]
+        found = re.findall(r'(\w+)\{job="idempotency", queue=~"([\w|]+)"\}', query)
+        assert {metric for metric, _ in found} == {"idempotency_accepted_oldest_seconds", "idempotency_accepted"}
+        assert {metric for metric, _ in found} <= served
+        assert all(queues.split("|") == consumers()[name] for _, queues in found)
         for trigger in lengths:
             assert trigger["metadata"]["host"].startswith("amqps://rabbitmq.shop.svc:5671/")
             assert (
                 trigger["authenticationRef"]["name"]
                 == of_kind(PRODUCTION, "TriggerAuthentication")[0]["metadata"]["name"]
             )
+
+
+@monitoring.needs_prometheus
+@pytest.mark.parametrize(("oldest", "wanted"), [(None, 0), (75, 75)])
+def test_the_age_is_a_figure_as_long_as_the_backlog_is_scraped(tmp_path: Path, oldest: int | None, wanted: int) -> None:
+    """KEDA takes no answer for a failure: then it would never end the workers of a burst."""
+    snapshot = Snapshot()
+    for queue in [each for name in consumers() for each in consumers()[name]]:
+        snapshot.queue(queue).ready = 0
+    for queue in ("refunds", "webhooks"):
+        snapshot.queue(queue).oldest_accepted_seconds = oldest
+        snapshot.queue(queue).accepted = 0 if oldest is None else 3
+    series = [
+        {"series": f'{each.name}{{job="idempotency", queue="{each.labels["queue"]}"}}', "values": str(each.value)}
+        for metric in backlog._queues(snapshot)
+        for each in metric.samples
+    ]
+    assert len(series) > 12
+    asked = [each["spec"]["triggers"][-1]["metadata"]["query"] for each in of_kind(PRODUCTION, "ScaledObject")]
+    tests = [
+        {
+            "interval": "15s",
+            "input_series": given,
+            "promql_expr_test": [{"expr": query, "eval_time": "0s", "exp_samples": samples} for query in asked],
+        }
+        for given, samples in ((series, [{"labels": "{}", "value": wanted}]), ([], []))
+    ]
+    (tmp_path / "tests.yml").write_text(yaml.safe_dump({"rule_files": [], "tests": tests}))
+    program = shutil.which("promtool")
+    assert program is not None
+    done = subprocess.run([program, "test", "rules", tmp_path / "tests.yml"], capture_output=True, text=True, check=False)  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr

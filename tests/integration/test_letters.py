@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 from idempotency import DidNotHappen, OperationId, PermanentError
 from idempotency.broker.channel import declare_queues
-from idempotency.cli.dead_letter_commands import _each
+from idempotency.cli.many import each_of
 from idempotency.cli.root import cli
 from idempotency.errors import DiscardRefused, ReplayRefused
 from idempotency.letters import consumer as consuming
@@ -282,7 +282,7 @@ def test_a_key_function_that_raises_refuses_its_replay_and_stops_no_other(
         return {}
 
     with pytest.raises(typer.Exit):
-        _each([broken, good], work, "replayed", single=None, dry_run=False, as_json=True)
+        each_of([broken, good], work, "replayed", single=None, dry_run=False, as_json=True)
     assert [letter.status for letter in op.dead_letters(connection)] == ["open", "replayed"]
 
 

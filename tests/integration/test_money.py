@@ -256,13 +256,13 @@ def test_a_replay_asks_about_what_another_person_has_cancelled_meanwhile(
     id = failed(connection, deliveries, charge, "unknown")
     (letter,) = op.dead_letters(connection)
     assert to_confirm(connection, [letter.id]) == []
-    check = replaying._check_signature
+    check = replaying.check_signature
 
     def meanwhile(*arguments: Any) -> None:
         resolve_effect(bank, read(connection, id, op.SERVICE), "capture", DidNotHappen(), ANN, end=True)
         check(*arguments)
 
-    monkeypatch.setattr(replaying, "_check_signature", meanwhile)
+    monkeypatch.setattr(replaying, "check_signature", meanwhile)
     with pytest.raises(NotConfirmed, match=f"k: {CANCELLED}"):
         replay(bank, letter.id, ANN, confirmed=())
     assert op.status(connection, id) == "failed"

@@ -121,6 +121,7 @@ OF_THE_APPLICATION = {
 }
 
 
+EDITS = ("letter_edits", "former_fingerprints")
 SAGAS = ("sagas", "saga_steps", "saga_events")
 WEBHOOKS = ("webhook_endpoints", "webhook_secrets", "webhook_deliveries", "webhook_attempts")
 
@@ -157,7 +158,9 @@ def test_every_table_with_a_tenant_is_behind_the_wall(walled: str) -> None:
     """
     with owner.connect() as connection:
         found = {row[0]: row[1] for row in connection.execute(text(query))}
-    assert found == dict.fromkeys([*OF_THE_APPLICATION, *SAGAS, *WEBHOOKS, "api_keys", "audit", "set_aside"], True)
+    assert found == dict.fromkeys(
+        [*OF_THE_APPLICATION, *SAGAS, *WEBHOOKS, "api_keys", "audit", "set_aside", *EDITS], True
+    )
 
 
 def test_row_security_holds_for_roles_that_no_policy_names(walled: str) -> None:

@@ -34,6 +34,7 @@ TABLES |= {"audit_chain", "audit_head"}
 TABLES |= {"sagas", "saga_steps", "saga_events"}
 TABLES |= {"webhook_endpoints", "webhook_secrets", "webhook_deliveries", "webhook_attempts"}
 TABLES |= {"stream_positions", "stream_members"}
+TABLES |= {"letter_edits", "former_fingerprints"}
 
 
 @pytest.fixture(scope="module")

@@ -29,7 +29,9 @@ from idempotency.handle import Handle
 from idempotency.http import IdempotencyMiddleware
 from idempotency.letters.consumer import consume_once
 from idempotency.operate import saga as operate
+from idempotency.operate.archive import archive, restore
 from idempotency.operate.change import Change
+from idempotency.operate.edit import edit
 from idempotency.operate.erase import erase
 from idempotency.operate.replay import replay
 from idempotency.operate.resolve import resolve_effect_of_saga
@@ -454,3 +456,24 @@ def test_an_operators_role_erases_a_saga_and_the_applications_does_not(
     with under(OPERATOR) as app:
         erase(app, id, change)
     assert holding(engine, "canary-7f3a") == set()
+
+
+def test_an_operator_archives_and_edits_and_a_worker_knows_requests_of_before(
+    under: Under, deliveries: Deliveries, connection: Connection
+) -> None:
+    with under(APPLICATION):
+        deliveries.deliver(b.failing, "a1", "permanent", tenant="a")
+    (letter,) = op.dead_letters(connection)
+    with under(OPERATOR) as app:
+        archive(app, letter.id, Change("ann", "later"))
+        restore(app, letter.id, Change("ann", "now"))
+        edit(app, letter.id, '{"args": ["a1", "retry"]}', Change("ann", "ticket 42"))
+        replay(app, letter.id, Change("ann", "ticket 42"))
+    with under(APPLICATION) as app:
+        for how, state in (("permanent", "IGNORED"), ("retry", "RETRY")):
+            assert deliveries.deliver(b.failing, "a1", how, tenant="a").state == state
+        assert enqueue(app, b.failing, "a1", "permanent", tenant="a").status() == "released"
+    with under(RELAY) as app:
+        maintenance.purge(app)
+    (only,) = op.dead_letters(connection)
+    assert only.status == "replayed"

@@ -73,7 +73,7 @@ class Checks(World):
         """What was accepted has a record, is on its way, or is known to people; whatever the transitions were."""
         for id, mine in self.accepted - self.discarded:
             record = self.records.get(id)
-            has_record = record is not None and record.fingerprint == mine
+            has_record = record is not None and (record.fingerprint == mine or self._is_former(id, mine))
             is_on_its_way = any(
                 (row.id, row.fingerprint, row.settled) == (id, mine, False) for row in self.rows.values()
             )

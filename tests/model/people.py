@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Iterator
 
 import hypothesis.strategies as st
 import pytest
 from hypothesis.stateful import precondition, rule
+from sqlalchemy import text
 
 from idempotency.attempt.effects import Happened
-from idempotency.errors import ChangeRefused, DiscardRefused, OperationNotFound, ReplayRefused
+from idempotency.errors import ChangeRefused, DiscardRefused, IdempotencyError, OperationNotFound, ReplayRefused
 from idempotency.operate import discard
+from idempotency.operate.archive import archive, restore
 from idempotency.operate.cancel import cancel
 from idempotency.operate.change import Change, Shown, read
+from idempotency.operate.edit import edit
 from idempotency.operate.people import Person
 from idempotency.operate.release import release
 from idempotency.operate.resolve import resolve_effect
@@ -141,6 +145,8 @@ class People(Claims):
         # its delivery could not be published, and nothing else brings it
         waits = record is not None and record.status == "released" and letter.reason == "unpublishable"
         may = letter.status == "open" and letter.fingerprint is not None and (reopens or waits or record is None)
+        # its message is for a task that is gone, whatever its row says
+        may = may and not self._is_archived(number) and letter.reason != "unknown_task"
         with refused(not may, ReplayRefused), self.transaction() as connection:
             dead_letters.replay(connection, number, service=self.runtime.settings.service, app=self.app)
         if not may:
@@ -175,6 +181,7 @@ class People(Claims):
     def _ask_to_discard(self, number: int, person: str) -> None:
         letter = self.letters[number]
         may = letter.status == "open" and letter.asked_by is None and not self._is_open(letter)
+        may = may and not self._is_archived(number)
         with refused(not may, DiscardRefused), self.transaction() as connection:
             discard.request(connection, Person(person, "operator"), number, "not worth it")
         if may:
@@ -196,6 +203,75 @@ class People(Claims):
             named = row_number == letter.row or without_row
             if named and row.status == "published" and (record is None or record.fingerprint != row.fingerprint):
                 row.settled = True
+
+    @precondition(lambda self: self.letters)
+    @rule(n=which, restores=st.booleans())
+    def put_away(self, n: int, restores: bool) -> None:
+        """Into the archive, or out of it: nothing else changes, as all checks say."""
+        number = nth(list(self.letters), n)
+        letter, was = self.letters[number], self._is_archived(number)
+        if restores:
+            may = letter.status == "open" and was
+        else:
+            may = letter.status == "open" and not was and letter.asked_by is None and not self._is_open(letter)
+        with refused(not may, ChangeRefused):
+            (restore if restores else archive)(self.app, number, Change("ana", "not now", is_verified=True))
+        assert self._is_archived(number) == (was if not may else not restores)
+
+    @precondition(lambda self: self.letters)
+    @rule(n=which)
+    def edit(self, n: int) -> None:
+        """The other amount, where nothing has been done yet."""
+        number = nth(list(self.letters), n)
+        letter, id = self.letters[number], self.letters[number].id
+        amount = 2 if id is not None and letter.fingerprint == fingerprint(id, 1) else 1
+        may = self._may_edit(number)
+        key = "" if id is None else id.key
+        corrected = json.dumps({"kwargs": {"account": key, "amount": amount}})
+        # of a task that is not known it takes a token, too
+        with refused(not may, IdempotencyError):
+            edit(self.app, number, corrected, Change("ana", "a typing error"))
+        if not may or id is None:
+            return
+        old, new = letter.fingerprint, fingerprint(id, amount)
+        assert old is not None
+        letter.fingerprint = new
+        if (record := self.records.get(id)) is not None:
+            record.fingerprint = new
+        row = None if letter.row is None else self.rows.get(letter.row)
+        if row is not None and (not row.settled or row.status == "failed"):
+            row.fingerprint = new
+        self.former = {
+            (other, was): new if other == id and became == old else became
+            for (other, was), became in [*self.former.items(), ((id, old), new)]
+            if (other, was) != (id, new)
+        }
+        self.accepted.discard((id, old))
+        self.accepted.add((id, new))
+
+    def _may_edit(self, number: int) -> bool:
+        letter = self.letters[number]
+        if letter.id is None or letter.status != "open" or letter.asked_by is not None or self._is_archived(number):
+            return False
+        if letter.reason in ("fingerprint_mismatch", "unknown_task"):
+            return False
+        others = [each for each in self.letters.values() if each is not letter and each.id == letter.id]
+        if any(each.status == "open" and each.reason != "fingerprint_mismatch" for each in others):
+            return False
+        if any(row.id == letter.id and not row.settled and at != letter.row for at, row in self.rows.items()):
+            return False
+        record = self.records.get(letter.id)
+        if record is None:
+            return letter.generation is None
+        return (
+            (record.status, record.generation) == ("failed", letter.generation)
+            and record.fingerprint == letter.fingerprint
+            and not record.effects
+        )
+
+    def _is_archived(self, number: int) -> bool:
+        query = text("SELECT archived_at IS NOT NULL AND status = 'open' FROM idempotency.dead_letters WHERE id = :id")
+        return bool(self.connection.execute(query, {"id": number}).scalar_one())
 
     def _is_the_last_way_on(self, letter: Letter) -> bool:
         """Whether its request has an effect of unknown outcome, is running, or has no row that will deliver it."""

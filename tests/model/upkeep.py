@@ -63,6 +63,12 @@ class Upkeep(Relays):
                 letter = replace(letter, id=None, fingerprint=None)
             assert self._store(letter) == (stored is not None)
             return
+        if self._is_former(id, letter.fingerprint):
+            assert stored is None
+            row = None if number is None else self.rows[number]
+            if row is not None and row.status == "published" and row.fingerprint == letter.fingerprint:
+                row.settled = True
+            return
         if record is not None and record.fingerprint != letter.fingerprint:
             letter = replace(letter, reason="fingerprint_mismatch", generation=record.generation)
             assert self._store(letter) == (stored is not None)

@@ -29,7 +29,7 @@ from tests.model.expected import Holder, Letter, Record, Row
 
 CLEAN = """
 WITH a AS (DELETE FROM idempotency.records), b AS (DELETE FROM idempotency.outbox),
-     c AS (DELETE FROM idempotency.discards), d AS (DELETE FROM entries), e AS (DELETE FROM failures)
+     c AS (DELETE FROM idempotency.discards), f AS (DELETE FROM idempotency.former_fingerprints), d AS (DELETE FROM entries), e AS (DELETE FROM failures)
 DELETE FROM idempotency.dead_letters
 """
 
@@ -64,6 +64,7 @@ class World(RuleBasedStateMachine):
         self.highest: dict[OperationId, int] = {}  # fence, also of records that were purged
         self.events: dict[int, str] = {}
         self.accepted: set[tuple[OperationId, str]] = set()
+        self.former: dict[tuple[OperationId, str], str] = {}  # before an edit, and what the record's became
         self.discarded: set[tuple[Any, ...]] = set()  # what people gave up, also where the letter was purged
         # holders that may act, and may have been overtaken
         self.holders: list[Holder] = []
@@ -113,6 +114,11 @@ class World(RuleBasedStateMachine):
         if record is None or (record.status, record.fence, record.token) != ("started", held.fence, held.token):
             return None
         return record
+
+    def _is_former(self, id: OperationId, fingerprint: str | None) -> bool:
+        """Whether a person has edited its operation since it was asked for with this fingerprint."""
+        record = self.records.get(id)
+        return record is not None and self.former.get((id, fingerprint or "")) == record.fingerprint
 
     def _store(self, letter: Letter, *, ends: bool = False) -> bool:
         """Expect a letter, unless one that is open stands for it; one that ends an operation has to be there."""

@@ -17,7 +17,7 @@ KUBERNETES = ROOT / "deploy" / "kubernetes"
 TOOLS = ROOT / ".venv-kubernetes" / "bin"
 # What is applied: each with all that it builds on.
 BUILDS = (
-    "dependencies", "overlays/production", "overlays/production/migrate", "overlays/staging",
+    "overlays/production", "overlays/production/dependencies", "overlays/production/migrate", "overlays/staging",
     "overlays/staging/dependencies", "overlays/staging/migrate",
 )  # fmt: skip
 WORKLOADS = ("Deployment", "StatefulSet", "Job")

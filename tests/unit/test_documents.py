@@ -33,6 +33,7 @@ RUN_BY = {
     "docs/traces.md": ("tests/traces/test_page.py", 2),
     "docs/tutorial.md": ("tests/pipeline/test_tutorial.py", 1),
     "docs/types.md": ("tests/integration/test_readme.py", 1),
+    "docs/web.md": ("tests/web/test_business_rows.py", 1),
     "docs/webhooks.md": ("tests/webhooks/test_page.py", 4),
     "docs/without-celery.md": ("tests/integration/test_without_celery.py", 1),
 }

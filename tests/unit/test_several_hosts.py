@@ -11,8 +11,9 @@ from idempotency.application import settings_of
 from idempotency.broker.channel import brokers
 from idempotency.checks.doctor import check_configuration
 from idempotency.checks.findings import Level
-from idempotency.checks.tls import PLAIN, check_tls
+from idempotency.checks.tls import ANY_CERTIFICATE, ANY_HOST, PLAIN, check_tls
 from idempotency.errors import SettingsError
+from idempotency.sentinel import client_of_primary
 from idempotency.setting_values import database_hosts
 from idempotency.settings import Settings
 
@@ -84,6 +85,9 @@ def test_a_single_host_or_a_primary_of_several_is_accepted(address: str) -> None
         ("sentinel://:hush@127.0.0.1:26379,127.0.0.1:26380/hints", "not needed, on this machine"),
         ("sentinel://:hush@127.0.0.1:26379,s2.example:26379/hints", PLAIN),
         ("sentinels://:hush@s1.example:26379,s2.example:26379/hints", "verified, with the host's name"),
+        ("sentinels://:hush@s1.example:26379/hints/1?ssl_ca_certs=/a/ca.crt", "verified, with the host's name"),
+        ("sentinels://:hush@s1.example:26379/hints?ssl_check_hostname=false", ANY_HOST),
+        ("sentinels://:hush@s1.example:26379/hints?ssl_cert_reqs=none", ANY_CERTIFICATE),
     ],
 )
 def test_each_sentinel_off_this_machine_needs_tls(address: str, found: str) -> None:
@@ -97,6 +101,32 @@ def test_an_address_of_sentinels_names_their_ports_and_the_primary() -> None:
     with pytest.raises(SettingsError, match="must be sentinel://") as error:
         Settings.read({"database_url": DATABASE, "redis_url": "sentinel://:hush@s1.example"})
     assert "hush" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("address", "said"),
+    [
+        ("sentinel://:hush@s1.example:26379/hints?ssl_ca_certs=/a/ca.crt", "may have options only as sentinels://"),
+        ("sentinels://:hush@s1.example:26379/hints?socket_timeout=3", "only those of TLS"),
+        ("sentinels://:hush@s1.example:26379/hints?ssl_min_version=hush", "ssl_min_version"),
+    ],
+)
+def test_other_options_of_sentinels_are_refused(address: str, said: str) -> None:
+    for name in ("redis_url", "store"):
+        with pytest.raises(SettingsError, match=said) as error:
+            Settings.read({"database_url": DATABASE, name: address})
+        assert "hush" not in str(error.value)
+
+
+def test_options_of_tls_are_those_of_the_sentinels_and_of_the_primary() -> None:
+    with client_of_primary("sentinels://:hush@s1.example:26379/hints?ssl_ca_certs=/a/ca.crt") as client:
+        pool: Any = client.connection_pool
+        of_primary = pool.connection_kwargs
+        of_sentinel = pool.sentinel_manager.sentinels[0].connection_pool.connection_kwargs
+    for given in (of_primary, of_sentinel):
+        assert given["ssl_ca_certs"] == "/a/ca.crt"
+        assert given["ssl_check_hostname"] is True
+    assert pool.service_name == "hints"
 
 
 @pytest.mark.parametrize("as_list", [False, True])

@@ -18,8 +18,9 @@ from sqlalchemy.exc import DBAPIError
 from idempotency import Happened, PermanentError, StillUnknown, reasons
 from idempotency.application import runtime_of
 from idempotency.sagas import saga
+from idempotency.text import masked
 from idempotency.web import runbooks
-from idempotency.web.shown import age, count, masked, short
+from idempotency.web.shown import age, count, short
 from tests.support import bank as b
 from tests.support import operations as op
 from tests.support.deliveries import Deliveries, deliver_row
@@ -103,7 +104,7 @@ def test_the_flow_shows_where_work_is_and_what_is_not_alive(
     )
     said = shown(browser("otto").get("/"))
     assert "No relay is running" in said
-    for part in ("w@h", "10 min silent", "abc123", "schema of the database 0020"):
+    for part in ("w@h", "10 min silent", "abc123", "schema of the database 0021"):
         assert part in re.sub(r"\s+", " ", said), part
     queue = bank.conf.task_default_queue
     row = re.search(rf"{re.escape(queue)}((?:\s+[\d–?+]+(?: s| min)?)+)", said)

@@ -117,3 +117,38 @@ def test_what_a_tenant_has_accepted_is_found_behind_that_of_others(
         assert following is not None
         at, pages = html.unescape(following[1]), pages + 1
     assert pages == 2
+
+
+# ---------------------------------------------------------------- the archive
+
+
+def test_letters_are_archived_and_restored_on_the_page(
+    browser: Open, bank: Celery, deliveries: Deliveries, connection: Connection
+) -> None:
+    for account in ("a1", "a2", "a3"):
+        deliveries.deliver(b.failing, account, "permanent", tenant="acme")
+    first, second, third = (row.id for row in op.dead_letters(connection))
+    page = browser("tina")
+    assert page.post(f"/letters/{first}/archive", {"reason": "a test account"}).status_code == 303
+    shown = page.get(f"/letters/{first}").text
+    assert "a test account" in shown
+    assert "restore it first" in shown
+    assert f'action="/letters/{first}/replay"' not in shown
+    assert page.post(f"/letters/{first}/replay", {"reason": "x"}).status_code == 409
+
+    answer = page.post("/letters/archive", {"reason": "later", "only_task": b.failing.name})
+    assert answer.status_code == 303
+    assert "no letter matches" in page.get("/letters").text
+    assert "no open dead letter" in page.get("/failures").text
+    archived = page.get("/letters?status=archived").text
+    assert all(f'href="/letters/{each}"' in archived for each in (first, second, third))
+    # a bulk replay leaves them alone
+    assert "no open letter matches" in page.post("/bulk/begin", {"reason": "x", "only_task": b.failing.name}).text
+
+    fields = {"reason": "now", "only_task": b.failing.name, "only_status": "archived"}
+    assert page.post("/letters/restore", fields).status_code == 303
+    assert f'href="/letters/{third}"' in page.get("/letters").text
+    assert "no letter matches" in page.get("/letters?status=archived").text
+    # all at once only by a filter, and not by a reader
+    assert page.post("/letters/archive", {"reason": "later"}).status_code == 409
+    assert browser("rita").post(f"/letters/{first}/archive", {"reason": "x"}).status_code == 403

@@ -17,7 +17,7 @@ from sqlalchemy import Connection, text
 import services
 from idempotency import IdempotentTask, OperationNotFound
 from idempotency.application import runtime_of
-from idempotency.cli.dead_letter_commands import _chosen
+from idempotency.cli.many import choose
 from idempotency.errors import BulkRefused, IdempotencyError, ReplayRefused
 from idempotency.letters.consumer import DeadLetterConsumer
 from idempotency.observe import metrics
@@ -282,5 +282,5 @@ def test_a_million_replays_at_once_are_refused_with_both_numbers(
         with pytest.raises(BulkRefused, match=f"at most {BULK_LIMIT} dead letters in one command, got {number}"):
             letters.select_ids(connection, Selection(), limit=number)
         with pytest.raises(IdempotencyError, match=f"^{number} dead letters named, --limit is 1000$"):
-            _chosen(bank, list(range(number)), Selection(), 1000)
+            choose(bank, list(range(number)), Selection(), 1000)
     assert letters.select_ids(connection, Selection(), limit=BULK_LIMIT) == []

@@ -1,0 +1,89 @@
+"""Edits of a dead letter's message on the page: masked until revealed, and of money approved by another person."""
+
+from __future__ import annotations
+
+import html
+import json
+from typing import Any
+
+from celery import Celery
+from sqlalchemy import Connection
+
+from idempotency import OperationId, PermanentError
+from tests.support import operations as op
+from tests.support.deliveries import Deliveries
+from tests.support.tasks import make_task
+from tests.web.conftest import Open, tick
+from tests.web.test_changes import audited, deliver_all, letters, shown
+
+RIGHT = json.dumps({"kwargs": {"order_id": "o1", "cents": 500, "iban": "DE02120300000000202051"}})
+WRONG: dict[str, Any] = {"order_id": "o1", "cents": 500, "iban": "DE00-not-one"}
+
+
+def task_of(bank: Celery, **options: Any) -> Any:
+    def pay(self: Any, order_id: str, cents: int, iban: str) -> str:
+        if "-" in iban:
+            raise PermanentError("no such account", "invalid_account")
+        return iban[:2]
+
+    return make_task(bank, pay, key="{order_id}", max_attempts=1, **options)
+
+
+def test_an_operator_edits_a_message_and_replays_it(
+    browser: Open, bank: Celery, deliveries: Deliveries, connection: Connection
+) -> None:
+    task = task_of(bank)
+    deliveries.deliver(task, **WRONG, tenant="acme")
+    (letter,) = letters(connection)
+    tina, path = browser("tina"), f"/letters/{letter.id}"
+    page = tina.get(path).text
+    assert f'action="{path}/edit"' in page
+    assert "DE00" not in page
+    revealed = html.unescape(tina.post(f"{path}/reveal", {"reason": "ticket 7"}).text)
+    assert '"iban": "DE00-not-one"' in revealed.partition("<textarea")[2].partition("</textarea>")[0]
+
+    stale = tina.post(f"{path}/edit", {"reason": "x", "payload": RIGHT, "shown": "of another message"})
+    assert (stale.status_code, "another one than was shown" in stale.text) == (409, True)
+    refused = tina.post(f"{path}/edit", {"reason": "x", "payload": RIGHT.replace("o1", "o2")})
+    assert (refused.status_code, "another key" in refused.text, "DE02" in refused.text) == (409, True, False)
+    assert tina.post(f"{path}/edit", {"reason": "typing error", "payload": RIGHT}).status_code == 303
+    page = shown(tina.get(path))
+    assert "edited: tina at" in page
+    assert "••• text → ••• text" in page
+    assert "DE0" not in page
+    assert "DE00-not-one" in shown(tina.post(f"{path}/reveal", {"reason": "ticket 7"}))
+    read = tick(tina.get(path))  # its code has refused it for good, as the warning says
+    assert [row.details for row in audited(connection, "edit")] == [{"dead_letter": letter.id}]
+    assert tina.post(f"{path}/replay", {"reason": "corrected", "confirmed": read}).status_code == 303
+    assert deliver_all(bank, deliveries, connection) == 1
+    assert op.record(connection, OperationId("acme", task.name, "o1")).result == '"DE"'
+    # the history stays
+    assert "typing error" in shown(tina.get(path))
+    assert f'action="{path}/edit"' not in tina.get(path).text
+
+
+def test_of_money_another_person_approves_an_edit(
+    browser: Open, bank: Celery, deliveries: Deliveries, connection: Connection
+) -> None:
+    task = task_of(bank, moves_money=True)
+    deliveries.deliver(task, **WRONG, tenant="globex")
+    (letter,) = letters(connection)
+    path = f"/letters/{letter.id}"
+    adam, anna, otto = browser("adam"), browser("anna"), browser("otto")
+    assert browser("rita").post(f"{path}/edit", {"reason": "x", "payload": RIGHT}).status_code == 403
+    assert adam.post(f"{path}/edit", {"reason": "typing error", "payload": RIGHT}).status_code == 303
+    assert "a replay sends the message without it" in shown(otto.get(path))
+    waiting = anna.get("/approvals").text
+    assert f'href="{path}"' in waiting.partition('id="edits"')[2]
+    assert f'href="{path}"' not in browser("tina").get("/approvals").text, "of another tenant"
+    form = anna.get(path).text.partition("Approve the edit")[2]
+    asked = {"letter": str(letter.id), "edit": form.partition('name="edit" value="')[2].partition('"')[0]}
+    assert "Approve what adam has asked for" in form
+    assert "Approve the edit" not in adam.get(path).text
+    assert otto.post("/approvals/approve-edit", asked).status_code == 403
+    assert adam.post("/approvals/approve-edit", asked).status_code == 409
+    assert anna.post("/approvals/approve-edit", asked | {"edit": "999"}).status_code == 409
+    assert anna.post("/approvals/approve-edit", asked).status_code == 303
+    assert "no edit waits" in anna.get("/approvals").text
+    assert "edited: adam at" in shown(otto.get(path))
+    assert [row.actor for row in audited(connection, "edit_approved")] == ["anna"]
