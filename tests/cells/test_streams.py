@@ -96,6 +96,7 @@ def test_a_message_that_was_refused_for_its_cell_is_replayed_once_that_is_correc
         broker.close()
 
 
+@pytest.mark.long
 def test_replays_that_cannot_run_keep_no_other_from_running(
     directory: Directory, cells: Cells, engines: dict[str, Engine], count: Count, monkeypatch: pytest.MonkeyPatch
 ) -> None:

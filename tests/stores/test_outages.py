@@ -101,6 +101,7 @@ def place(shop: Celery, tmp_path: Path) -> Path:
     return tmp_path / "results"
 
 
+@pytest.mark.few(1)
 def test_while_the_place_of_long_results_is_away_the_attempts_count(
     shop: Celery, deliver: Any, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -125,6 +126,7 @@ def test_while_the_place_of_long_results_is_away_the_attempts_count(
     assert len(runs) == 2
 
 
+@pytest.mark.few(1)
 def test_a_place_that_is_away_for_a_moment_repeats_no_body(
     shop: Celery, deliver: Any, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
