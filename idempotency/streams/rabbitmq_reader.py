@@ -8,7 +8,7 @@ has it, it has all that came after it, because the oldest go first. A gap in the
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -27,13 +27,12 @@ from ..observe.unreachable import reason
 from ..store.streams import EMPTY
 from ..wire.arriving import bound_what_arrives
 from .holdings import At, Holdings, until_moved
-from .message import StreamMessage
 from .partition import Partition
+from .rabbitmq_message import OFFSET_HEADER, as_stream_message, offset_of
 from .reader import AHEAD, OVERTAKEN
 from .sharing import leave, shares
 from .sources import RabbitStream
 
-OFFSET_HEADER = "x-stream-offset"
 # The consumer tag: each channel has one consumer.
 TAG = "position"
 # How often in a lease it is looked at how partitions are divided.
@@ -209,9 +208,7 @@ class RabbitReader:
         partition = subscription.partition
         if self._subscriptions.get(at) is not subscription or partition.is_lost:
             return  # on its way when the channel was closed
-        headers: Mapping[str, Any] = message.headers or {}
-        offset = headers.get(OFFSET_HEADER)
-        if not isinstance(offset, int):
+        if (offset := offset_of(message)) is None:
             self._stop(at, partition, f"{self._source.queue(at[1])!r} is not a stream: its messages have no offsets")
             return
         if partition.held.position is None and not self._holdings.begin(partition, offset):
@@ -224,11 +221,7 @@ class RabbitReader:
             return
         subscription.tags[offset] = message.delivery_tag
         partition.end = max(partition.end or 0, offset + 1)
-        own = [(name, value) for name, value in headers.items() if name != OFFSET_HEADER]
-        created = (message.properties or {}).get("timestamp")
-        # of a property, py-amqp leaves the number as it came; of a header it makes a datetime
-        timestamp = float(created) if isinstance(created, int) else None
-        partition.add([StreamMessage(at[0], at[1], offset, None, bytes(message.body or b""), own, timestamp)])
+        partition.add([as_stream_message(at, offset, message)])
 
     def _follows(self, at: At, subscription: Subscription, offset: int) -> bool:
         """Whether nothing is missing before this message. If that is not known, the broker is asked once more."""
@@ -274,8 +267,7 @@ class RabbitReader:
             channel.basic_qos(0, self._prefetch, False)
 
             def received(message: Any) -> None:
-                offset = (message.headers or {}).get(OFFSET_HEADER)
-                if isinstance(offset, int):
+                if (offset := offset_of(message)) is not None:
                     end[:] = [offset + 1]
                 channel.basic_ack(message.delivery_tag)
 

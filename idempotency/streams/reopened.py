@@ -5,13 +5,15 @@ from __future__ import annotations
 import time
 from collections import deque
 
+from sqlalchemy.exc import DBAPIError
+
 from ..attempt.policy import Policy
 from ..attempt.runtime import Runtime
 from ..errors import IdempotencyError
 from ..observe.logs import log
 from ..settings import Settings
 from ..store import stream_letters
-from ..store.statements import describe
+from ..store.statements import describe, is_refusal
 from ..wire.keys import OperationId
 from .alone import handle_alone
 from .declaring import Stream
@@ -72,6 +74,10 @@ class Reopened:
             IdempotencyError
         ) as error:  # in doubt for long, stored by newer code, or of no known cell: the next look tries again
             log.warning("stream_message_waits", stream=self._stream.name, error=str(error))
+        except DBAPIError as error:
+            if not is_refusal(error):
+                raise
+            log.warning("stream_message_waits", stream=self._stream.name, error=describe(error))
 
     def _prepared(self, id: OperationId, kept: str) -> Prepared | None:
         """The message, if this code takes it for the same operation: its key or tenant may be read otherwise now."""
