@@ -251,10 +251,10 @@ def bank(environment: dict[str, str]) -> Iterator[Celery]:
     for name in set(bank.app.tasks) - set(tasks):
         bank.app.tasks.pop(name)
     events._expected[bank.app] = expected
+    delete_queue(environment)
     close_runtime(bank.app)
     bank.app.conf.changes.clear()
     bank.app.conf.changes.update(settings)
-    delete_queue(environment)
     kombu.pools.reset()
 
 

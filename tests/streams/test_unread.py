@@ -94,7 +94,9 @@ def test_headers_and_routing_keys_of_rabbitmq_that_are_not_utf8_make_letters(rab
     assert process.end() == 0
 
 
-def test_a_name_of_a_header_of_kafka_that_is_not_utf8_makes_a_letter_and_all_streams_go_on(make_streaming: Make) -> None:
+def test_a_name_of_a_header_of_kafka_that_is_not_utf8_makes_a_letter_and_all_streams_go_on(
+    make_streaming: Make,
+) -> None:
     rabbit, kafka = make_streaming("rabbitmq"), make_streaming("kafka")
     assert isinstance(kafka.broker, KafkaBroker)
     publish_with_header_name(kafka.broker, NOT_UTF8, b'{"account": "bad"}')
