@@ -175,7 +175,7 @@ class Consumer:
     def _hold_up(self, partition: Partition, why: str) -> None:
         """Say why a partition does not go on, and try again after a while: other partitions go on."""
         partition.wait(STOPPED_PAUSE)
-        self._holdings.stop(partition, f"position {partition.held.position}: {why}")
+        self._holdings.stop(partition, f"offset {partition.position} cannot be handled: {why}")
 
     def _handle(self, partition: Partition) -> None:
         crash_point("stream.fetched")
@@ -197,7 +197,7 @@ class Consumer:
             self._one(partition, prepared[0])
 
     def _together(self, partition: Partition, prepared: list[Prepared]) -> None:
-        self._reopened.tenants.add(prepared[0].delivery.id.tenant)
+        self._reopened.tenants[prepared[0].delivery.id.tenant] = None
         first, last = prepared[0].message.offset, prepared[-1].message.offset
         try:
             with handled(self._runtime, self.stream, [each.message for each in prepared]):
@@ -225,7 +225,7 @@ class Consumer:
         if isinstance(prepared, Refused):
             self._refuse(partition, prepared, goes_on=self.stream.on_failure == "continue")
             return
-        self._reopened.tenants.add(prepared.delivery.id.tenant)
+        self._reopened.tenants[prepared.delivery.id.tenant] = None
         try:
             # a claim that is too early would be counted as a duplicate, each time
             if (left := partition.due_at - time.monotonic()) > 0 and isinstance(

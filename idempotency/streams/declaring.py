@@ -88,7 +88,14 @@ class Stream:
             raise MissingKey("the message has no header idempotency-key, and the stream no key=")
         tenant = settings.tenant if self.tenant is None else self.tenant(event, message)
         id = OperationId(keys.check_key(tenant, field="tenant"), self.task, keys.check_key(key))
-        return Delivery(id, message.fingerprint, {"event": event}, headers=message.kept(), queue=self.task)
+        return Delivery(
+            id,
+            message.fingerprint,
+            {"event": event},
+            headers=message.kept(),
+            queue=self.task,
+            also=message.fingerprints_before,
+        )
 
 
 def stream(

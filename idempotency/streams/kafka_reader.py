@@ -103,6 +103,8 @@ class KafkaReader:
             # `low` also of `latest`: what was there then has a position
             if partition.held.position is None and not self._holdings.begin(partition, low):
                 raise BrokerUnavailable("another process has begun the partition")
+            if partition.said is not None and partition.position == high:  # nothing is left that could hold it up
+                self._holdings.go_on(partition)
             return partition
         except (DBAPIError, PoolTimeout, BrokerUnavailable) as error:
             if not isinstance(error, DBAPIError) or is_news(error):

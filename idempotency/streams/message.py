@@ -55,8 +55,15 @@ class StreamMessage:
 
     @property
     def fingerprint(self) -> str:
-        """What makes the same key with other bytes another message."""
-        return keys.fingerprint({"sha256": hashlib.sha256(self.value or b"").hexdigest()})
+        """What makes the same key with other bytes another message; without a value, another one than with an empty one."""
+        if self.value:
+            return _fingerprint(self.value)
+        return keys.fingerprint({"value": "none" if self.value is None else "empty"})
+
+    @property
+    def fingerprints_before(self) -> tuple[str, ...]:
+        """What earlier versions had instead: of an empty value and of none, the same."""
+        return () if self.value else (_fingerprint(b""),)
 
     def beyond(self) -> str | None:
         """The limit that the message is beyond, and what was got; None: it is within all."""
@@ -97,6 +104,10 @@ class StreamMessage:
 
     def _headers_as_json(self) -> list[list[Any]]:
         return [[_name(name), _as_json(each)] for name, each in self.headers]
+
+
+def _fingerprint(value: bytes) -> str:
+    return keys.fingerprint({"sha256": hashlib.sha256(value).hexdigest()})
 
 
 def from_kept(headers: str) -> StreamMessage:

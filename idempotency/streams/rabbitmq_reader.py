@@ -62,6 +62,11 @@ class Subscription:
         # The delivery tags of messages that are not handled yet, by offset.
         self.tags: dict[int, int] = {}
 
+    def goes_on(self) -> bool:
+        """Whether the broker has sent what there is, nothing is missing, and all of it is handled."""
+        is_whole = self.anchor is None or self.last is not None
+        return is_whole and not self.partition.at_hand and time.monotonic() - self.asked_at > ANCHOR_PATIENCE
+
 
 class RabbitReader:
     """The partitions of a stream of RabbitMQ that this process has, of one consumer."""
@@ -75,6 +80,8 @@ class RabbitReader:
         self._subscriptions: dict[At, Subscription] = {}
         # Partitions that the broker has refused: each look asks again.
         self._refused: set[At] = set()
+        # Why these are to stop, until Postgres has noted it: it may not be seen again, as a stream that was recreated grows.
+        self._to_stop: dict[At, str] = {}
         # Whether it has to be noted where the streams end, before anything is read of them.
         self._is_to_begin = source.start == "latest"
         lease = holdings.runtime.settings.lease
@@ -90,6 +97,7 @@ class RabbitReader:
 
     def poll(self, timeout: float) -> None:
         """Take and give up partitions, and add the messages that have come. Raises `BrokerUnavailable`."""
+        self._stop_noticed()
         if time.monotonic() >= self._look_at:
             self._look_at = time.monotonic() + self._pause
             self._share()
@@ -99,6 +107,8 @@ class RabbitReader:
             for at, each in list(self._subscriptions.items()):
                 if each.anchor is not None and each.last is None and time.monotonic() - each.asked_at > ANCHOR_PATIENCE:
                     self._check_end(at, each)
+                elif (each.partition.stopped or each.partition.said) and each.goes_on():
+                    self._holdings.go_on(each.partition)
         except BROKER_ERRORS as error:
             raise BrokerUnavailable(reason(error)) from error
 
@@ -181,11 +191,12 @@ class RabbitReader:
             raise BrokerUnavailable(reason(error)) from error
         else:
             if at in self._refused:
-                self._holdings.go_on(partition)
                 self._refused.discard(at)
+                self._holdings.go_on(partition)
 
     def _unsubscribe(self, at: At) -> None:
         self._refused.discard(at)
+        self._to_stop.pop(at, None)
         subscription = self._subscriptions.pop(at, None)
         if subscription is not None:
             try:
@@ -199,9 +210,10 @@ class RabbitReader:
         try:
             self._received(at, subscription, message)
         except (DBAPIError, PoolTimeout):
-            # this message is gone from the connection: the partition is read again, from where it is
-            self._unsubscribe(at)
-            self._holdings.forget(at)
+            if at not in self._to_stop:
+                # this message is gone from the connection: the partition is read again, from where it is
+                self._unsubscribe(at)
+                self._holdings.forget(at)
             raise
 
     def _received(self, at: At, subscription: Subscription, message: Any) -> None:
@@ -285,7 +297,14 @@ class RabbitReader:
     def _stop(self, at: At, partition: Partition, why: str) -> None:
         self._unsubscribe(at)
         partition.at_hand.clear()
-        self._holdings.stop(partition, why)
+        self._to_stop[at] = why
+        self._stop_noticed()
+
+    def _stop_noticed(self) -> None:
+        for at, why in list(self._to_stop.items()):
+            if (partition := self._holdings.get(at)) is not None:
+                self._holdings.stop(partition, why)
+            del self._to_stop[at]
 
     def moved(self, partition: Partition) -> None:
         """Let the broker send more, as much as has been handled."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from itertools import islice
 
 from sqlalchemy.exc import DBAPIError
 
 from ..attempt.policy import Policy
 from ..attempt.runtime import Runtime
 from ..errors import IdempotencyError
+from ..http.recent import Recent
 from ..observe.logs import log
 from ..settings import Settings
 from ..store import stream_letters
@@ -22,6 +24,8 @@ from .preparing import Prepared, Refused, prepare
 
 # Seconds between two looks, and how many operations one look finds.
 PAUSE, LIMIT = 3.0, 50
+# How many tenants are remembered, and for how many of them one look asks: the others have their turn in the next ones.
+TENANTS, AT_ONCE = 1000, 100
 
 
 class Reopened:
@@ -36,8 +40,10 @@ class Reopened:
         self._found: deque[tuple[OperationId, str]] = deque()
         # Those that this code cannot run: other code may, after a restart.
         self._unreadable: set[OperationId] = set()
-        # Whose operations are looked for, where this role sees those of one tenant at a time.
-        self.tenants = {runtime.settings.tenant}
+        # Whose operations are looked for, where this role sees those of one tenant at a time: besides the default one's, those whose
+        # messages were handled last.
+        self.tenants: Recent[str, None] = Recent(TENANTS)
+        self._next = 0
 
     @property
     def is_waiting(self) -> bool:
@@ -56,13 +62,19 @@ class Reopened:
             return
         self._look_at = time.monotonic() + PAUSE
         task, service = self._stream.task, self._runtime.settings.service
-        with self._runtime.autocommit(*self.tenants) as connection:
+        with self._runtime.autocommit(*self._in_turn()) as connection:
             # those that cannot be run are found each time, too
             rows = stream_letters.reopened(connection, service, task, limit=LIMIT + len(self._unreadable))
         for row in rows:
             id = OperationId(row.tenant, task, row.key)
             if id not in self._unreadable:
                 self._found.append((id, row.headers or ""))
+
+    def _in_turn(self) -> list[str]:
+        """The tenants that this look asks for."""
+        begin = self._next if self._next < len(self.tenants) else 0
+        self._next = begin + AT_ONCE
+        return [self._runtime.settings.tenant, *islice(self.tenants, begin, self._next)]
 
     def _run(self, id: OperationId, kept: str) -> None:
         try:

@@ -14,10 +14,10 @@ from amqp.spec import Basic
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from idempotency.streams.message import StreamMessage, from_kept
-from idempotency.streams.rabbitmq_reader import as_stream_message
 from idempotency.store.letters import headers_text
 from idempotency.store.stream_places import Place
+from idempotency.streams.message import StreamMessage, from_kept
+from idempotency.streams.rabbitmq_message import as_stream_message
 from idempotency.wire.arriving import REST, bound_what_arrives, unreadable, unreadable_bytes
 
 PROPERTIES: list[tuple[str, str]] = Message.PROPERTIES
@@ -34,7 +34,8 @@ class Channel(AbstractChannel):
 
     def __init__(self) -> None:
         self.arrived: list[Message] = []
-        self.is_closing, self.auto_decode, self._pending = False, False, {}
+        self.is_closing, self.auto_decode = False, False
+        self._pending: dict[Any, Any] = {}
         self._callbacks = {Basic.Deliver: self.deliver}
         self._METHODS = {each.method_sig: each for each in _methods()}
 
@@ -69,7 +70,8 @@ def arrived(properties: bytes, routing_key: bytes = b"q", body: bytes = b"{}") -
 
 
 def frame(**properties: Any) -> bytes:
-    return Message(b"", **properties)._serialize_properties()
+    found: bytes = Message(b"", **properties)._serialize_properties()
+    return found
 
 
 @pytest.mark.parametrize("name", TEXTS)
@@ -88,7 +90,7 @@ def test_a_routing_key_that_is_not_utf8_is_there_as_bytes() -> None:
 
 
 def test_what_is_sound_says_nothing() -> None:
-    given = {each: "é" for each in TEXTS} | {
+    given = dict.fromkeys(TEXTS, "é") | {
         "application_headers": {"a": [1, {"b": "c"}], "x": b"\xff"},
         "delivery_mode": 2,
     }
