@@ -197,7 +197,7 @@ class Consumer:
             self._one(partition, prepared[0])
 
     def _together(self, partition: Partition, prepared: list[Prepared]) -> None:
-        self._reopened.tenants[prepared[0].delivery.id.tenant] = None
+        self._reopened.note(prepared[0].delivery.id.tenant)
         first, last = prepared[0].message.offset, prepared[-1].message.offset
         try:
             with handled(self._runtime, self.stream, [each.message for each in prepared]):
@@ -225,7 +225,7 @@ class Consumer:
         if isinstance(prepared, Refused):
             self._refuse(partition, prepared, goes_on=self.stream.on_failure == "continue")
             return
-        self._reopened.tenants[prepared.delivery.id.tenant] = None
+        self._reopened.note(prepared.delivery.id.tenant)
         try:
             # a claim that is too early would be counted as a duplicate, each time
             if (left := partition.due_at - time.monotonic()) > 0 and isinstance(

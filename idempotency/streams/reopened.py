@@ -11,7 +11,6 @@ from sqlalchemy.exc import DBAPIError
 from ..attempt.policy import Policy
 from ..attempt.runtime import Runtime
 from ..errors import IdempotencyError
-from ..http.recent import Recent
 from ..observe.logs import log
 from ..settings import Settings
 from ..store import stream_letters
@@ -42,13 +41,20 @@ class Reopened:
         self._unreadable: set[OperationId] = set()
         # Whose operations are looked for, where this role sees those of one tenant at a time: besides the default one's, those whose
         # messages were handled last.
-        self.tenants: Recent[str, None] = Recent(TENANTS)
+        self._tenants: dict[str, None] = {}
         self._next = 0
 
     @property
     def is_waiting(self) -> bool:
         """Whether one is known that has not run."""
         return bool(self._found)
+
+    def note(self, tenant: str) -> None:
+        """Remember a tenant whose message is handled."""
+        self._tenants.pop(tenant, None)
+        self._tenants[tenant] = None
+        if len(self._tenants) > TENANTS:
+            del self._tenants[next(iter(self._tenants))]
 
     def run_next(self) -> None:
         """Run one of them; look for them once in a while. Raises SQLAlchemy's errors."""
@@ -72,9 +78,9 @@ class Reopened:
 
     def _in_turn(self) -> list[str]:
         """The tenants that this look asks for."""
-        begin = self._next if self._next < len(self.tenants) else 0
+        begin = self._next if self._next < len(self._tenants) else 0
         self._next = begin + AT_ONCE
-        return [self._runtime.settings.tenant, *islice(self.tenants, begin, self._next)]
+        return [self._runtime.settings.tenant, *islice(self._tenants, begin, self._next)]
 
     def _run(self, id: OperationId, kept: str) -> None:
         try:

@@ -347,7 +347,7 @@ def test_of_many_tenants_the_last_are_remembered_and_asked_for_in_turns(
     remembered = rabbit.consumer(threading.Event())._reopened
     asked: list[tuple[str, ...]] = []
     for number in range(reopened.TENANTS + 1500):
-        remembered.tenants[f"t{number}"] = None
+        remembered.note(f"t{number}")
     monkeypatch.setattr(type(rabbit.runtime), "autocommit", recording(type(rabbit.runtime).autocommit, asked))
     for _ in range(reopened.TENANTS // reopened.AT_ONCE):
         remembered.run_next()
