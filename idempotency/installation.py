@@ -21,7 +21,7 @@ from .checks import startup
 from .letters import guard
 from .observe import logs, metrics
 from .upkeep import presence
-from .worker import eager, signed_calls, waiting
+from .worker import eager, signed_calls, unread, waiting
 
 # Celery calls them in this order: a configuration that is refused never registers a sign of life.
 _RECEIVERS: tuple[tuple[Any, Callable[..., object]], ...] = (
@@ -44,6 +44,7 @@ _FOR_STORES: tuple[tuple[Any, Callable[..., object]], ...] = (
     (after_setup_logger, logs.keep_lines_whole),
     (after_setup_task_logger, logs.keep_lines_whole),
     (worker_init, startup.check_stores_start),
+    (worker_init, unread.reject_unread),
     (worker_init, waiting.note_start),
     (worker_shutting_down, waiting.note_shutdown),
 )

@@ -41,7 +41,7 @@ FINGERPRINT_MISMATCH, SERVICE_MISMATCH = FingerprintMismatch.code, ServiceMismat
 # The error of its letter.
 OF_MESSAGES = {
     "content_type": "a content type that is not accepted; it was not decoded",
-    "undecodable": "the body could not be decoded",
+    "undecodable": "the body, or what came with it, could not be decoded",
     "envelope": "the body is not a task's [args, kwargs, embed]",
     "protocol": "task message protocol 1 is not accepted",
     "missing_task": "no header 'task'",

@@ -251,8 +251,8 @@ def bank(environment: dict[str, str]) -> Iterator[Celery]:
     for name in set(bank.app.tasks) - set(tasks):
         bank.app.tasks.pop(name)
     events._expected[bank.app] = expected
-    close_runtime(bank.app)
     delete_queue(environment)
+    close_runtime(bank.app)
     kombu.pools.reset()
     bank.app.conf.changes.clear()
     bank.app.conf.changes.update(settings)

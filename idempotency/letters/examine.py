@@ -15,7 +15,7 @@ from ..application import runtime_of
 from ..errors import CallRefused, InvalidArguments, MissingKey, SettingsError, WrongCell
 from ..reasons import ALTERED, BEYOND_LIMIT, OTHER_CELL, UNSIGNED
 from ..wire import keys
-from ..wire.arriving import TooLarge
+from ..wire.arriving import TooLarge, unreadable
 from ..wire.headers import (
     MESSAGE_VERSION,
     MISPLACED,
@@ -74,13 +74,15 @@ def examine(app: Celery, message: Message) -> Examined:
     """Say whether a worker can run this message. A content type that is not accepted is never decoded."""
     if (refused := disbelieved(app, message)) is not None:
         return refused
+    if (why := unreadable(message.properties, message.delivery_info)) is not None:
+        return Examined("undecodable", detail=why)
     headers = message.headers
     name, task = headers.get("task"), _task_of(app, headers)
     version = headers.get(VERSION_HEADER, MESSAGE_VERSION)
     if type(version) is int and version > MESSAGE_VERSION:
         return Examined("unknown_version")  # nothing else is known about it, not even its encoding
     accepted = {"application/json"} if isinstance(task, IdempotentTask) else message.accept
-    if accepted is not None and message.content_type not in accepted:
+    if accepted is not None and str(message.content_type) not in accepted:
         return Examined("content_type")
     try:
         if message.errors:

@@ -120,7 +120,7 @@ class Guard(bootsteps.StartStopStep):
             **({} if detail is None else {"detail": detail}),
             task=f"{message.headers.get('task')}"[:100],
             task_id=f"{message.headers.get('id')}"[:100],
-            queue=(message.delivery_info or {}).get("routing_key"),
+            queue=f"{(message.delivery_info or {}).get('routing_key')}"[:100],
         )
         self._answer(message.reject)
 

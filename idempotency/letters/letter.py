@@ -22,6 +22,7 @@ from ..store.letters import BrokerLetter
 from ..store.undelivered import UndeliveredMessage
 from ..text import NAME_LIMIT, storable
 from ..wire import keys
+from ..wire.arriving import unreadable_bytes
 from ..wire.headers import (
     FINGERPRINT_HEADER,
     GENERATION_HEADER,
@@ -48,6 +49,8 @@ BODY_KEPT = 64 * 1024
 HEADERS_KEPT = 100
 # The headers that say how long its body was, and what it was: lower-case hexadecimal.
 LENGTH_HEADER, DIGEST_HEADER = "idempotency-body-bytes", "idempotency-body-sha256"
+# The header that has the bytes of what could not be read, as base64: the message's properties, its exchange and its routing key.
+UNREADABLE_HEADER = "idempotency-unreadable"
 # Headers of that delivery alone; with its `expires`, a replay would be refused again.
 _NOT_REPLAYED = (*MARKS, "compression", "eta", "expires")
 
@@ -114,6 +117,8 @@ def letter_of(
         stored[BODY_HEADER] = "base64"
     if reason == BEYOND_LIMIT:
         stored |= {LENGTH_HEADER: len(raw), DIGEST_HEADER: hashlib.sha256(raw).hexdigest()}
+    if unread := unreadable_bytes(message.properties, message.delivery_info):
+        stored[UNREADABLE_HEADER] = {name: base64.b64encode(each).decode("ascii") for name, each in unread.items()}
     return BrokerLetter(
         message_id=shown(said.get(OUTBOX_HEADER)),
         tenant=id.tenant if id else shown(tenant),
@@ -194,7 +199,8 @@ def _digest(headers: Mapping[str, Any], raw: bytes, queue: object) -> str:
 
 def shown(value: object) -> str | None:
     """A header as a column stores it: text of at most `NAME_LIMIT` characters."""
-    return None if value is None else storable(str(value))[:NAME_LIMIT]
+    text = value.decode("utf-8", "backslashreplace") if isinstance(value, bytes) else value
+    return None if text is None else storable(str(text))[:NAME_LIMIT]
 
 
 def refused(letter: BrokerLetter, generation: int, reason: str) -> BrokerLetter:

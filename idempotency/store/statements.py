@@ -42,6 +42,9 @@ NO_UNIQUE_INDEX = "42P10"
 OTHER_COLUMNS, CHECKS_PLAN = "0A000", "RevalidateCachedQuery"
 # Classes of SQLSTATE: errors about data quote it; those about a statement have a hint that names columns, and quotes no row.
 DATA, SYNTAX = "22", "42"
+# Those of errors that come again as long as nobody changes something: of the data, of a constraint, of a statement or a right, of a
+# view's check, of a trigger.
+_LASTING = (DATA, "23", SYNTAX, "44", "P0")
 _QUOTED = re.compile('["«„“].*["»“”]', re.DOTALL)
 # The key in a connection's `info` for the cursor of our statements.
 _CURSOR = "idempotency.cursor"
@@ -136,6 +139,15 @@ def _is_outage(error: BaseException) -> bool:
         return False
     state = getattr(error.orig if isinstance(error, OperationalError) else error, "sqlstate", None)
     return state is None or state == READ_ONLY or state.startswith(("08", "53", "57P"))
+
+
+def is_refusal(error: BaseException) -> bool:
+    """Whether Postgres has answered, and would answer the same again: it is no outage, and waiting alone does not help."""
+    return (
+        isinstance(error, DBAPIError)
+        and not error.connection_invalidated
+        and (sqlstate(error) or "").startswith(_LASTING)
+    )
 
 
 def describe(error: BaseException) -> str:

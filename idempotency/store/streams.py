@@ -36,6 +36,7 @@ class Held:
     """A partition, as its owner has taken it: the offset of the next message, None before the first, and the owner's fence.
 
     `is_from_silent`: the owner before was another process, and had not given it back. `source`: what the position is of.
+    `stopped`: why it went no further under the owner before.
     """
 
     place: Place
@@ -43,6 +44,7 @@ class Held:
     fence: int
     is_from_silent: bool = False
     source: str | None = None
+    stopped: str | None = None
 
     def at(self, position: int) -> Held:
         """The same, further on."""
@@ -62,7 +64,7 @@ ON CONFLICT (service, consumer, topic, partition) DO UPDATE SET fence = {_FENCE}
     source = CASE WHEN p.position IS NULL THEN excluded.source ELSE coalesce(p.source, excluded.source) END
 WHERE %(regardless)s OR p.owner IS NULL OR p.owner = %(owner)s OR p.locked_until < clock_timestamp()
    OR p.owner = ANY(%(dead)s::text[])
-RETURNING position, fence, source,
+RETURNING position, fence, source, stopped,
     (SELECT b.owner <> %(owner)s FROM idempotency.stream_positions b WHERE {THIS_PLACE}) IS TRUE AS is_from_silent
 """
 
@@ -88,7 +90,7 @@ SELECT %(service)s, %(consumer)s, %(topic)s, partition, nullif(position, {EMPTY}
 FROM unnest(%(partitions)b::int[], %(positions)b::bigint[]) AS given(partition, position)
 WHERE NOT EXISTS ({_HAS_BEGUN})
 ON CONFLICT (service, consumer, topic, partition) DO UPDATE
-SET position = excluded.position, advanced_at = excluded.advanced_at WHERE p.position IS NULL
+SET position = excluded.position, advanced_at = excluded.advanced_at, source = excluded.source WHERE p.position IS NULL
 """
 
 # Raises division_by_zero if it matches no row, so that no COMMIT can follow. An owner that freezes from here on is disconnected within
@@ -202,7 +204,9 @@ def take(
     """
     fields = {"owner": owner, "source": source, "lease": lease, "regardless": regardless, "dead": list(dead)}
     row = execute(connection, _TAKE, place.fields() | fields).fetchone()
-    return None if row is None else Held(place, row.position, row.fence, row.is_from_silent, row.source)
+    if row is None:
+        return None
+    return Held(place, row.position, row.fence, row.is_from_silent, row.source, row.stopped)
 
 
 def take_again(connection: Connection, held: Held, *, lease: float) -> Held | None:

@@ -14,7 +14,7 @@ from ..attempt.claim import peek
 from ..attempt.endings import Ended, Finished, Release
 from ..attempt.run import Outcome
 from ..attempt.runtime import Runtime
-from ..errors import BrokerUnavailable, IdempotencyError, SettingsError
+from ..errors import BrokerUnavailable, IdempotencyError, MissingExtra, SettingsError
 from ..framework import Framework, framework
 from ..observe import metrics
 from ..observe.crash_points import crash_point
@@ -24,7 +24,7 @@ from ..observe.unreachable import reason
 from ..store import dead_letters, stream_letters, streams
 from ..store.answers import Busy, Completed, Failed, Foreign, Mismatch
 from ..store.letters import headers_text
-from ..store.statements import describe, is_news
+from ..store.statements import describe, is_news, is_refusal, where
 from ..store.stream_places import Place
 from ..store.streams import PartitionLost
 from .alone import handle_alone
@@ -83,6 +83,12 @@ class Consumer:
                     if is_news(error):
                         log.warning("postgres_unavailable", stream=self.stream.name, error=reason(error))
                     self._idle(pauses.next())
+                except (SettingsError, MissingExtra):
+                    raise
+                except Exception as error:  # of a client library, say: other streams have nothing to do with it
+                    log.error("stream_turn_failed", stream=self.stream.name, error=_unexpected(error))
+                    self._disconnect()
+                    self._stop.wait(pauses.next())
         finally:
             self._disconnect()
             self._holdings.end()
@@ -152,12 +158,24 @@ class Consumer:
                 self._handle(partition)
         except PartitionLost:
             self._holdings.lose(partition)
-        except (DBAPIError, PoolTimeout):
+        except (DBAPIError, PoolTimeout) as error:
             partition.is_in_doubt = True
+            if not is_refusal(error):
+                raise
+            self._hold_up(partition, f"Postgres refuses it: {describe(error)}")
+        except (BrokerUnavailable, SettingsError):
             raise
+        except Exception as error:
+            partition.is_in_doubt = True
+            self._hold_up(partition, _unexpected(error))
         if partition.held.position != before and not partition.is_lost:
             assert self._reader is not None
             self._reader.moved(partition)
+
+    def _hold_up(self, partition: Partition, why: str) -> None:
+        """Say why a partition does not go on, and try again after a while: other partitions go on."""
+        partition.wait(STOPPED_PAUSE)
+        self._holdings.stop(partition, f"offset {partition.position} cannot be handled: {why}")
 
     def _handle(self, partition: Partition) -> None:
         crash_point("stream.fetched")
@@ -179,7 +197,7 @@ class Consumer:
             self._one(partition, prepared[0])
 
     def _together(self, partition: Partition, prepared: list[Prepared]) -> None:
-        self._reopened.tenants.add(prepared[0].delivery.id.tenant)
+        self._reopened.note(prepared[0].delivery.id.tenant)
         first, last = prepared[0].message.offset, prepared[-1].message.offset
         try:
             with handled(self._runtime, self.stream, [each.message for each in prepared]):
@@ -207,7 +225,7 @@ class Consumer:
         if isinstance(prepared, Refused):
             self._refuse(partition, prepared, goes_on=self.stream.on_failure == "continue")
             return
-        self._reopened.tenants.add(prepared.delivery.id.tenant)
+        self._reopened.note(prepared.delivery.id.tenant)
         try:
             # a claim that is too early would be counted as a duplicate, each time
             if (left := partition.due_at - time.monotonic()) > 0 and isinstance(
@@ -298,3 +316,8 @@ class Consumer:
     def _count(self, counted_as: str, many: int = 1) -> None:
         if many:
             metrics.stream_messages.labels(self.stream.name, counted_as).inc(many)
+
+
+def _unexpected(error: Exception) -> str:
+    """An error and where it was raised, without its text, which may quote a message."""
+    return f"{type(error).__name__} at {where(error)}"

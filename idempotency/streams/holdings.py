@@ -66,7 +66,7 @@ class Holdings:
             )
         if held is None:
             return None
-        partition = Partition(held, suspected=self.stream.batch if held.is_from_silent else 0)
+        partition = Partition(held, suspected=self.stream.batch if held.is_from_silent else 0, said=held.stopped)
         if held.source != self.stream.source.kind:
             self.stop(partition, self._misplaced(held))
         with self._lock:
@@ -130,7 +130,7 @@ class Holdings:
         """Say that a partition goes on, whose reason to stop has gone by itself. Raises SQLAlchemy's errors."""
         with self.runtime.autocommit() as connection:
             streams.stop(connection, partition.held, None)
-        partition.stopped = None
+        partition.stopped = partition.said = None
         log.info("stream_goes_on", stream=self.stream.name, place=partition.place)
 
     def lose(self, partition: Partition) -> None:

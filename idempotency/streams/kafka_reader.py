@@ -20,7 +20,7 @@ from ..observe.logs import log
 from ..store.statements import is_news
 from .holdings import At, Holdings, until_moved
 from .kafka_options import configuration
-from .message import StreamMessage
+from .message import NAME_NOT_UTF8, StreamMessage
 from .partition import Partition
 from .reader import AHEAD, OVERTAKEN
 from .sources import KafkaTopics
@@ -103,6 +103,8 @@ class KafkaReader:
             # `low` also of `latest`: what was there then has a position
             if partition.held.position is None and not self._holdings.begin(partition, low):
                 raise BrokerUnavailable("another process has begun the partition")
+            if partition.said is not None and partition.position == high:  # nothing is left that could hold it up
+                self._holdings.go_on(partition)
             return partition
         except (DBAPIError, PoolTimeout, BrokerUnavailable) as error:
             if not isinstance(error, DBAPIError) or is_news(error):
@@ -220,6 +222,7 @@ class KafkaReader:
         if partition is None or partition.is_lost:
             return  # from before it was taken
         key, value, (kind, created) = message.key(), message.value(), message.timestamp()
+        headers, unread = _headers_of(message)
         partition.end = max(partition.end or 0, message.offset() + 1)
         partition.add(
             [
@@ -228,8 +231,9 @@ class KafkaReader:
                     message.offset(),
                     key,
                     value,
-                    message.headers() or (),
+                    headers,
                     created / 1000 if kind != self._kafka.TIMESTAMP_NOT_AVAILABLE else None,
+                    unread,
                 )
             ]
         )
@@ -309,3 +313,11 @@ class KafkaReader:
         closing.join(ANSWER)
         if closing.is_alive():
             log.warning("stream_group_not_left", stream=self._holdings.stream.name)
+
+
+def _headers_of(message: Any) -> tuple[Sequence[tuple[str, Any]], str | None]:
+    """The headers, and what is wrong if they cannot be had: confluent-kafka gives none of them if one's name is not UTF-8."""
+    try:
+        return message.headers() or (), None
+    except Exception:  # a SystemError, of CPython's
+        return (), NAME_NOT_UTF8

@@ -6,7 +6,7 @@ import base64
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from decimal import Decimal
 from typing import Any
@@ -20,6 +20,8 @@ from ..wire.limits import BODY_LIMIT, beyond_limits
 VALUE_KEPT = 64 * 1024
 # The name under which a letter's headers keep the message.
 KEPT = "stream-message"
+# Of a message that could not be read as a whole.
+NAME_NOT_UTF8 = "headers: a name is not UTF-8"
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +29,8 @@ class StreamMessage:
     """One message: its topic, partition and offset, its key and value as bytes, and its headers.
 
     `value`: None for a message of Kafka that says its key is deleted. `headers`: names and values in their order; a name may come
-    again. `timestamp`: seconds since 1970, if the broker says so.
+    again. `timestamp`: seconds since 1970, if the broker says so. `unread`: what could not be read of it, besides the value, and
+    so is not here; `unread_bytes`: parts of it, as they came. Such a message is never handled.
     """
 
     topic: str
@@ -37,6 +40,8 @@ class StreamMessage:
     value: bytes | None
     headers: Sequence[tuple[str, Any]] = ()
     timestamp: float | None = None
+    unread: str | None = None
+    unread_bytes: Mapping[str, bytes] = field(default_factory=dict)
 
     def header(self, name: str) -> Any:
         """The last header of this name, bytes as text; None without one."""
@@ -50,8 +55,14 @@ class StreamMessage:
 
     @property
     def fingerprints(self) -> list[str]:
-        """What makes the same key with other bytes another message: by every known rule, that of new records first."""
-        return keys.fingerprints({"sha256": hashlib.sha256(self.value or b"").hexdigest()}, None)
+        """What makes the same key with other bytes another message: by every known rule, that of new records first.
+
+        Without a value, another one than with an empty one; earlier versions had the same for both, so theirs is known, too.
+        """
+        by_bytes = keys.fingerprints({"sha256": hashlib.sha256(self.value or b"").hexdigest()}, None)
+        if self.value:
+            return by_bytes
+        return [*keys.fingerprints({"value": "none" if self.value is None else "empty"}, None), *by_bytes]
 
     def beyond(self) -> str | None:
         """The limit that the message is beyond, and what was got; None: it is within all."""
@@ -72,9 +83,11 @@ class StreamMessage:
             "offset": self.offset,
             "key": _as_json(None if limit is not None else self.key),
             "value": _as_json(value),
-            "headers": [] if limit is not None else [[name, _as_json(each)] for name, each in self.headers],
+            "headers": [] if limit is not None else self._headers_as_json(),
             "timestamp": self.timestamp,
         }
+        if self.unread_bytes:
+            fields["unread"] = {name: _as_json(each) for name, each in self.unread_bytes.items()}
         return {KEPT: fields} if limit is None else {KEPT: fields | {"value_bytes": len(self.value or b"")}}
 
     def digest(self, place: Place) -> str:
@@ -83,11 +96,13 @@ class StreamMessage:
         The content is part of it, because a topic that was recreated has the same offsets again.
         """
         named = ["stream", place.consumer, self.topic, self.partition, self.offset, self.timestamp]
-        headers = [[name, _as_json(each)] for name, each in self.headers]
-        found = hashlib.sha256(json.dumps([*named, headers], default=repr).encode())
+        found = hashlib.sha256(json.dumps([*named, self._headers_as_json()], default=repr).encode())
         for part in (self.key, self.value):
             found.update(b"-" if part is None else hashlib.sha256(part).digest())
         return f"{place.service}/{found.hexdigest()}"
+
+    def _headers_as_json(self) -> list[list[Any]]:
+        return [[_name(name), _as_json(each)] for name, each in self.headers]
 
 
 def from_kept(headers: str) -> StreamMessage:
@@ -117,7 +132,7 @@ def _as_json(value: Any) -> Any:
     if isinstance(value, Decimal):
         return {"decimal": str(value)}
     if isinstance(value, dict):
-        return {"table": {name: _as_json(each) for name, each in value.items()}}
+        return {"table": {_name(name): _as_json(each) for name, each in value.items()}}
     if isinstance(value, list):
         return [_as_json(each) for each in value]
     if isinstance(value, bytes):
@@ -127,6 +142,11 @@ def _as_json(value: Any) -> Any:
             return {"base64": base64.b64encode(value).decode()}
         return {"utf-8": text} if "\0" not in text else {"base64": base64.b64encode(value).decode()}
     return value
+
+
+def _name(name: str | bytes) -> str:
+    """A header's name, which py-amqp leaves as bytes if it is not UTF-8."""
+    return name.decode("utf-8", "backslashreplace") if isinstance(name, bytes) else name
 
 
 def _from_json(value: Any) -> Any:

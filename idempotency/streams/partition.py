@@ -33,6 +33,8 @@ class Partition:
     is_in_doubt: bool = False
     # Why it has stopped, as stored.
     stopped: str | None = None
+    # Why it had stopped in another process, as stored: over, once this one reads it and nothing is held up.
+    said: str | None = None
     # The stream's end: the offset of the next message that will be published, as far as is known.
     end: int | None = None
 
@@ -81,4 +83,4 @@ class Partition:
             self.alone = range(0)
         if self.end is not None:
             self.end = max(self.end, to)
-        self.stopped = None
+        self.stopped = self.said = None

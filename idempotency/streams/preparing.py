@@ -43,6 +43,8 @@ def prepare(stream: Stream, message: StreamMessage, settings: Settings) -> Prepa
     """
     if (beyond := message.beyond()) is not None:
         return Refused(message, "beyond_limit", beyond)
+    if message.unread is not None:
+        return Refused(message, "undecodable", message.unread)
     try:
         with exits_are_errors():
             event = stream.event(message)

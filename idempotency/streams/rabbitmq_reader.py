@@ -8,7 +8,7 @@ has it, it has all that came after it, because the oldest go first. A gap in the
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -27,13 +27,12 @@ from ..observe.unreachable import reason
 from ..store.streams import EMPTY
 from ..wire.arriving import bound_what_arrives
 from .holdings import At, Holdings, until_moved
-from .message import StreamMessage
 from .partition import Partition
+from .rabbitmq_message import OFFSET_HEADER, as_stream_message, offset_of
 from .reader import AHEAD, OVERTAKEN
 from .sharing import leave, shares
 from .sources import RabbitStream
 
-OFFSET_HEADER = "x-stream-offset"
 # The consumer tag: each channel has one consumer.
 TAG = "position"
 # How often in a lease it is looked at how partitions are divided.
@@ -63,6 +62,11 @@ class Subscription:
         # The delivery tags of messages that are not handled yet, by offset.
         self.tags: dict[int, int] = {}
 
+    def goes_on(self) -> bool:
+        """Whether the broker has sent what there is, nothing is missing, and all of it is handled."""
+        is_whole = self.anchor is None or self.last is not None
+        return is_whole and not self.partition.at_hand and time.monotonic() - self.asked_at > ANCHOR_PATIENCE
+
 
 class RabbitReader:
     """The partitions of a stream of RabbitMQ that this process has, of one consumer."""
@@ -76,6 +80,8 @@ class RabbitReader:
         self._subscriptions: dict[At, Subscription] = {}
         # Partitions that the broker has refused: each look asks again.
         self._refused: set[At] = set()
+        # Why these are to stop, until Postgres has noted it: it may not be seen again, as a stream that was recreated grows.
+        self._to_stop: dict[At, str] = {}
         # Whether it has to be noted where the streams end, before anything is read of them.
         self._is_to_begin = source.start == "latest"
         lease = holdings.runtime.settings.lease
@@ -91,6 +97,7 @@ class RabbitReader:
 
     def poll(self, timeout: float) -> None:
         """Take and give up partitions, and add the messages that have come. Raises `BrokerUnavailable`."""
+        self._stop_noticed()
         if time.monotonic() >= self._look_at:
             self._look_at = time.monotonic() + self._pause
             self._share()
@@ -100,6 +107,8 @@ class RabbitReader:
             for at, each in list(self._subscriptions.items()):
                 if each.anchor is not None and each.last is None and time.monotonic() - each.asked_at > ANCHOR_PATIENCE:
                     self._check_end(at, each)
+                elif (each.partition.stopped or each.partition.said) and each.goes_on():
+                    self._holdings.go_on(each.partition)
         except BROKER_ERRORS as error:
             raise BrokerUnavailable(reason(error)) from error
 
@@ -182,11 +191,12 @@ class RabbitReader:
             raise BrokerUnavailable(reason(error)) from error
         else:
             if at in self._refused:
-                self._holdings.go_on(partition)
                 self._refused.discard(at)
+                self._holdings.go_on(partition)
 
     def _unsubscribe(self, at: At) -> None:
         self._refused.discard(at)
+        self._to_stop.pop(at, None)
         subscription = self._subscriptions.pop(at, None)
         if subscription is not None:
             try:
@@ -200,18 +210,17 @@ class RabbitReader:
         try:
             self._received(at, subscription, message)
         except (DBAPIError, PoolTimeout):
-            # this message is gone from the connection: the partition is read again, from where it is
-            self._unsubscribe(at)
-            self._holdings.forget(at)
+            if at not in self._to_stop:
+                # this message is gone from the connection: the partition is read again, from where it is
+                self._unsubscribe(at)
+                self._holdings.forget(at)
             raise
 
     def _received(self, at: At, subscription: Subscription, message: Any) -> None:
         partition = subscription.partition
         if self._subscriptions.get(at) is not subscription or partition.is_lost:
             return  # on its way when the channel was closed
-        headers: Mapping[str, Any] = message.headers or {}
-        offset = headers.get(OFFSET_HEADER)
-        if not isinstance(offset, int):
+        if (offset := offset_of(message)) is None:
             self._stop(at, partition, f"{self._source.queue(at[1])!r} is not a stream: its messages have no offsets")
             return
         if partition.held.position is None and not self._holdings.begin(partition, offset):
@@ -224,11 +233,7 @@ class RabbitReader:
             return
         subscription.tags[offset] = message.delivery_tag
         partition.end = max(partition.end or 0, offset + 1)
-        own = [(name, value) for name, value in headers.items() if name != OFFSET_HEADER]
-        created = (message.properties or {}).get("timestamp")
-        # of a property, py-amqp leaves the number as it came; of a header it makes a datetime
-        timestamp = float(created) if isinstance(created, int) else None
-        partition.add([StreamMessage(at[0], at[1], offset, None, bytes(message.body or b""), own, timestamp)])
+        partition.add([as_stream_message(at, offset, message)])
 
     def _follows(self, at: At, subscription: Subscription, offset: int) -> bool:
         """Whether nothing is missing before this message. If that is not known, the broker is asked once more."""
@@ -274,8 +279,7 @@ class RabbitReader:
             channel.basic_qos(0, self._prefetch, False)
 
             def received(message: Any) -> None:
-                offset = (message.headers or {}).get(OFFSET_HEADER)
-                if isinstance(offset, int):
+                if (offset := offset_of(message)) is not None:
                     end[:] = [offset + 1]
                 channel.basic_ack(message.delivery_tag)
 
@@ -293,7 +297,14 @@ class RabbitReader:
     def _stop(self, at: At, partition: Partition, why: str) -> None:
         self._unsubscribe(at)
         partition.at_hand.clear()
-        self._holdings.stop(partition, why)
+        self._to_stop[at] = why
+        self._stop_noticed()
+
+    def _stop_noticed(self) -> None:
+        for at, why in list(self._to_stop.items()):
+            if (partition := self._holdings.get(at)) is not None:
+                self._holdings.stop(partition, why)
+            del self._to_stop[at]
 
     def moved(self, partition: Partition) -> None:
         """Let the broker send more, as much as has been handled."""

@@ -20,7 +20,7 @@ from .preparing import Refused
 # The letter's error, by its reason.
 EXPLANATIONS = {
     "beyond_limit": "beyond a limit, so it was not decoded, and only its beginning is kept",
-    "undecodable": "the value could not be decoded",
+    "undecodable": "the value, or what came with it, could not be decoded",
     "missing_key": "no idempotency key",
     "invalid_key": "the idempotency key or the tenant breaks a rule",
     OTHER_CELL: OF_MESSAGES[OTHER_CELL],

@@ -102,6 +102,7 @@ def test_a_body_beyond_the_limit_is_kept_as_its_beginning(bank: Celery, connecti
         accept = {"application/json"}
         content_type, content_encoding = "application/json", "utf-8"
         delivery_info = {"routing_key": "payments"}
+        properties: dict[str, Any] = {}
         errors: list[Any] = []
         body = b"[" + b" " * (LIMIT - 1) + b"]"
         headers = headers()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -11,10 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from uuid import uuid4
 
+import amqp
 import kombu.pools
 import pytest
 
 import services
+from idempotency.queues import dead_letter_queue, own_dead_letter_queue
 from idempotency.stores.addresses import open_store
 from idempotency.stores.store import Store, Stored
 from idempotency.wire.keys import OperationId
@@ -215,3 +218,28 @@ def test_remote_control_shows_no_argument_of_what_runs(fleet: Fleet, outside: Ou
         assert outside.url not in str(active)
     finally:
         (fleet.directory / "working.go").touch()
+
+
+@pytest.mark.parametrize("fleet", ["redis"], indirect=True)
+def test_what_cannot_be_read_of_a_message_ends_no_worker_and_is_rejected(fleet: Fleet, outside: OutsideWorld) -> None:
+    """There is no guard here: what is rejected is kept by RabbitMQ, in the queue that the application has for that."""
+    queue, account = fleet.processes.environment["STORE_QUEUE"], new_account()
+    said = {"task": charge.name, "id": "m1", "lang": "py"}
+    body, headers = json.dumps([[new_account(), outside.url], {}, {}]), "application_headers"
+    with application.app.connection_for_write() as connection:
+        channel, dead = connection.default_channel, own_dead_letter_queue(queue)
+        dead_letter_queue(dead)(channel).declare()
+        for given in (
+            {"type": b"caf\xe9", headers: said},
+            {headers: said | {b"caf\xe9": 1}},
+            {headers: said | {"task": ["no", "text"]}},  # which Celery looks up
+        ):
+            message = amqp.Message(body, **{"content_type": "application/json", "content_encoding": "utf-8", **given})
+            channel.basic_publish(message, routing_key=queue)
+        charge.delay(account, outside.url)
+        fleet.completed(account)
+        eventually(lambda: channel.queue_declare(dead, passive=True).message_count == 3)
+    (worker,) = fleet.processes._workers
+    assert worker.process.poll() is None
+    assert "type: not UTF-8" in worker.log
+    assert list(outside.calls.values()) == [1]

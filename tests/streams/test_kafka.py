@@ -6,6 +6,7 @@ whom it trusts, and that it takes the name. That a restart under the same name m
 
 from __future__ import annotations
 
+import hashlib
 import socket
 import ssl
 import threading
@@ -18,7 +19,9 @@ import pytest
 
 from idempotency.application import close_runtime
 from idempotency.errors import SettingsError
+from idempotency.streams import StreamMessage
 from idempotency.streams.process import run_streams
+from idempotency.wire import keys
 from tests.streams.conftest import Make
 from tests.support import bank
 from tests.support.encrypted import HOST, OTHER_HOST, authority, make_certificates
@@ -123,4 +126,50 @@ def test_a_message_without_a_value_is_an_event_of_none(make_streaming: Make) -> 
     ):
         eventually(lambda: kafka.positions() == {0: 2}, timeout=20)
     assert [event for _, event in seen] == [{}, None]
+    assert kafka.letters() == []
+
+
+def test_a_deletion_is_no_duplicate_of_an_empty_value(make_streaming: Make) -> None:
+    """Of a protobuf whose members all have their defaults, say. Under one key, the second of them is another message."""
+    kafka = make_streaming("kafka")
+    assert isinstance(kafka.broker, KafkaBroker)
+    seen: list[Any] = []
+    for value in (b"", None, b""):
+        kafka.broker.cluster.publish(kafka.broker.topic, 0, value, key=b"k1")
+        kafka.broker.published[0] += 1
+    kafka.broker.flush()
+    with kafka.handled_by(lambda stream, _: seen.append(stream.message.value), key="{key}", decode=lambda value: value):
+        kafka.wait_until_handled()
+    assert seen == [b""]
+    assert kafka.letters() == [("fingerprint_mismatch", "open")]
+
+
+@pytest.mark.parametrize("value", [b"", None])
+def test_what_was_handled_before_empty_values_had_fingerprints_of_their_own_is_a_duplicate(
+    make_streaming: Make, monkeypatch: pytest.MonkeyPatch, value: bytes | None
+) -> None:
+    """What an earlier version has begun or ended is known by the fingerprint that it has given."""
+    kafka = make_streaming("kafka")
+    assert isinstance(kafka.broker, KafkaBroker)
+    broker, seen = kafka.broker, list[Any]()
+
+    def publish() -> None:
+        broker.cluster.publish(broker.topic, 0, value, key=b"k1")
+        broker.published[0] += 1
+        broker.flush()
+
+    def handle(stream: Any, event: Any) -> None:
+        seen.append(stream.message.value)
+
+    options: dict[str, Any] = {"key": "{key}", "decode": lambda value: value}
+    publish()
+    by_bytes = keys.fingerprints({"sha256": hashlib.sha256(b"").hexdigest()}, None)
+    with monkeypatch.context() as earlier:
+        earlier.setattr(StreamMessage, "fingerprints", by_bytes)
+        with kafka.handled_by(handle, "empties", **options):
+            kafka.wait_until_handled()
+    publish()
+    with kafka.handled_by(handle, "empties", **options):
+        kafka.wait_until_handled()
+    assert seen == [value]
     assert kafka.letters() == []

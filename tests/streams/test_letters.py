@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from datetime import UTC, datetime
 from typing import Any
 
@@ -360,3 +361,29 @@ def test_an_error_is_retried_and_the_attempts_are_counted(rabbit: Streaming) -> 
     assert rabbit.entries() == ["a0", "a1"]
     (row,) = rabbit.query("SELECT attempts FROM idempotency.records WHERE key = 'a0'")
     assert row.attempts == 2
+
+
+def test_of_many_tenants_the_last_are_remembered_and_asked_for_in_turns(
+    rabbit: Streaming, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from idempotency.streams import reopened
+
+    monkeypatch.setattr(reopened, "PAUSE", 0.0)
+    remembered = rabbit.consumer(threading.Event())._reopened
+    asked: list[tuple[str, ...]] = []
+    for number in range(reopened.TENANTS + 1500):
+        remembered.note(f"t{number}")
+    monkeypatch.setattr(type(rabbit.runtime), "autocommit", recording(type(rabbit.runtime).autocommit, asked))
+    for _ in range(reopened.TENANTS // reopened.AT_ONCE):
+        remembered.run_next()
+    assert max(map(len, asked)) == reopened.AT_ONCE + 1
+    assert all(each[0] == "default" for each in asked)
+    assert {tenant for each in asked for tenant in each[1:]} == {f"t{number}" for number in range(1500, 2500)}
+
+
+def recording(original: Any, calls: list[tuple[str, ...]]) -> Any:
+    def autocommit(runtime: Any, *tenants: str) -> Any:
+        calls.append(tenants)
+        return original(runtime, *tenants)
+
+    return autocommit

@@ -14,7 +14,7 @@ from idempotency.operate.seek import seek_stream
 from tests.streams.conftest import Make
 from tests.support import bank
 from tests.support.processes import eventually
-from tests.support.streaming import NAME, Handler, RabbitBroker, Streaming, configure
+from tests.support.streaming import NAME, Handler, KafkaBroker, RabbitBroker, Streaming, configure
 
 CHANGE = Change("ann", "moved", is_verified=True)
 Publish = Callable[..., None]
@@ -105,3 +105,23 @@ def test_a_position_from_before_it_was_noted_is_of_what_is_read_next(rabbit: Str
     assert rabbit.entries() == accounts
     (row,) = rabbit.query("SELECT source FROM idempotency.stream_positions")
     assert row.source == "a super stream of RabbitMQ"
+
+
+def test_a_topic_of_kafka_begins_at_latest_where_an_empty_stream_of_its_name_was_read(make_streaming: Make) -> None:
+    rabbit, kafka = make_streaming("rabbitmq"), make_streaming("kafka")
+    assert isinstance(kafka.broker, KafkaBroker)
+    topic, cluster = rabbit.broker.topic, kafka.broker.cluster
+    process = rabbit.start()
+    eventually(lambda: rabbit.owners().get(0) == process.pid, what=process.log)
+    assert process.end() == 0
+    assert rabbit.positions() == {0: None}
+    cluster.create_topic(topic, 1)
+    cluster.publish(topic, 0, b'{"account": "before"}')
+    cluster.flush()
+    process = rabbit.start(Handler(streams.kafka(topic, group=topic, start="latest")))
+    eventually(lambda: rabbit.positions() == {0: 1}, what=process.log)
+    cluster.publish(topic, 0, b'{"account": "a1"}')
+    cluster.flush()
+    rabbit.wait_until_entered({"a1"})
+    assert rabbit.entries() == ["a1"]
+    assert rabbit.stopped() == ""

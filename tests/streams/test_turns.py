@@ -228,3 +228,27 @@ def test_many_replays_leave_each_partition_its_turns(rabbit: Streaming) -> None:
         rabbit.broker.publish({"account": "good"})
         eventually(lambda: len(rabbit.entries()) == 7)
     assert "good" in rabbit.entries()[:4]
+
+
+def test_what_postgres_refuses_of_one_partition_stops_it_alone_and_says_why(make_streaming: Make) -> None:
+    """As docs/cells.md closes a cell for a tenant that moves: it is no outage, and the others go on at full speed."""
+    streaming = make_streaming("rabbitmq", partitions=2, apart=True)
+    closed = "ALTER TABLE idempotency.records ADD CONSTRAINT acme_has_moved CHECK (tenant <> 'acme') NOT VALID"
+    opened = "ALTER TABLE idempotency.records DROP CONSTRAINT acme_has_moved"
+    with streaming.engine.connect() as connection:
+        connection.execute(text(closed))
+    streaming.broker.publish({"account": "a0", "tenant": "acme"})
+    streaming.broker.publish({"account": "b0", "tenant": "beta"})
+    for number in range(200):
+        streaming.broker.publish({"account": f"c{number}", "tenant": "beta"}, 1)
+    process = streaming.start(tenant="{event[tenant]}", batch=10)
+    streaming.wait_until_stopped("offset 0 cannot be handled: Postgres refuses it: CheckViolation: ")
+    eventually(lambda: len(streaming.entries()) == 200, timeout=10, what=process.log)
+    assert "acme_has_moved" in streaming.stopped()
+    assert streaming.letters() == []
+    assert "postgres_unavailable" not in process.log
+    assert process.log.count("stream_stopped") == 1
+    with streaming.engine.connect() as connection:
+        connection.execute(text(opened))
+    streaming.wait_until_entered({"a0", "b0"})
+    assert streaming.stopped() == ""

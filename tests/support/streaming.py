@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -425,6 +425,13 @@ class Streaming:
             eventually(is_there, timeout=timeout)
         except AssertionError:
             raise AssertionError(f"{self.positions()} of {self.broker.published}\n{self.logs()[-3000:]}") from None
+
+    def wait_until_entered(self, accounts: Set[str], *, timeout: float = 30.0) -> None:
+        """Until these accounts have been written, whatever others have."""
+        try:
+            eventually(lambda: accounts <= set(self.entries()), timeout=timeout)
+        except AssertionError:
+            raise AssertionError(f"{self.entries()}\n{self.logs()[-3000:]}") from None
 
     def logs(self) -> str:
         return "\n".join(each.log for each in self._processes)
