@@ -39,6 +39,8 @@ def parse(text: str) -> tuple[list[Any], dict[str, Any]]:
         raise ChangeRefused(f"payload: nested at most {keys.MAX_DEPTH} deep") from None
     except json.JSONDecodeError as error:
         raise ChangeRefused(f"payload: not JSON: {error.msg} at line {error.lineno}, column {error.colno}") from None
+    except ValueError:  # of Python: a limit for the digits of a number
+        raise ChangeRefused("payload: a number with too many digits") from None
     if not isinstance(found, dict) or not found.keys() <= {"args", "kwargs"}:
         raise ChangeRefused('payload: must be {"args": [...], "kwargs": {...}}, with nothing else')
     args, kwargs = found.get("args", []), found.get("kwargs", {})
@@ -138,8 +140,17 @@ def _check_model(model: Any, name: str, value: Any) -> None:
         TypeAdapter(model).validate_python(value)
     except ValidationError as error:
         problem = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        where = ".".join(map(str, (name, *problem["loc"])))
+        where = ".".join((name, *_fields(model, problem["loc"])))
         raise InvalidArguments(f"{where}: {problem['type']}") from None
+
+
+def _fields(model: Any, place: Sequence[Any]) -> Iterator[str]:
+    """The fields of models on the way to this place. A mapping's own keys are values, and named by nobody."""
+    for part in place:
+        if part not in (known := getattr(model, "model_fields", {})):
+            return
+        yield part
+        model = known[part].annotation
 
 
 def difference(before: str, after: str) -> Iterator[tuple[str, Any, Any]]:

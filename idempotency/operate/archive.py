@@ -12,7 +12,7 @@ from ..application import runtime_of
 from ..attempt import conclusions
 from ..errors import ChangeRefused, NotAuthenticated, SettingsError
 from ..store import archive as archived
-from ..store import dead_letters, discards, operations, saga_changes
+from ..store import dead_letters, discards, edits, operations, saga_changes
 from ..store.statements import repeatable
 from ..wire.keys import OperationId
 from .change import Change, audit, called, repeated
@@ -42,6 +42,10 @@ def archive(app: Celery, letter: int, change: Change) -> None:
         if (asked := discards.requested(connection, letter)) is not None and asked.approved_by is None:
             raise ChangeRefused(
                 f"dead letter {letter}: {asked.requested_by!r} has asked to discard it; another admin can approve"
+            )
+        if edits.is_there(connection) and (edit := edits.waiting(connection, letter)) is not None:
+            raise ChangeRefused(
+                f"dead letter {letter}: {edit.edited_by!r} has asked for an edit; another person can approve it"
             )
         record = None if id is None else operations.read_locked(connection, id)
         if record is not None and is_same_request(row, record) and conclusions.is_open(record.effects):

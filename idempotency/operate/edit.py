@@ -6,6 +6,7 @@ recorded, or told to a provider, was so with the arguments of before. Of what mo
 
 from __future__ import annotations
 
+import secrets
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any
@@ -18,7 +19,8 @@ from ..errors import ChangeRefused, NotAllowed, NotAuthenticated, ReplayRefused,
 from ..identities import looks_like, may
 from ..letters.editing import edited
 from ..reasons import ALTERED, OTHER_CELL, UNSIGNED
-from ..store import archive, dead_letters, discards, edits, erasure, operations
+from ..store import archive, claims, dead_letters, discards, edits, ends, erasure, operations
+from ..store.answers import Claimed
 from ..store.letter_messages import NEVER, stored_message
 from ..store.outbox import EXTERNAL
 from ..store.statements import repeatable
@@ -61,7 +63,7 @@ def edit(
     """
     app.loader.import_default_modules()
     with runtime_of(app).engine.begin() as connection:
-        said = {"dead_letter": letter}
+        said = {"dead_letter": letter, "payload": digest(corrected)}
         moves_money = letters_move_money(app, connection, [letter])
         action = "edit_requested" if moves_money else "edit"
         if repeated(connection, change, action, None, said=said) is not None:
@@ -84,7 +86,7 @@ def edit(
             known_by=None if person is None else person.known_by, reason=change.reason, applied=not moves_money,
         )  # fmt: skip
         if not moves_money:
-            _apply(connection, found)
+            _apply(app, connection, found)
         audit(connection, change, action, found.id, found.record, details=said)
     return not moves_money
 
@@ -124,7 +126,7 @@ def approve_edit(app: Celery, person: Person, letter: int, asked_for: int) -> No
         found = _Editable(row, id, record, _fingerprint_of(row), asked.after, asked.fingerprint_after)
         if not edits.approve(connection, asked.id, by=person.name):
             raise ChangeRefused(f"dead letter {letter}: another person has to approve")
-        _apply(connection, found)
+        _apply(app, connection, found)
         change = Change(person.name, asked.reason, is_verified=True, check_person=person.check)
         audit(connection, change, "edit_approved", id, record, details={"dead_letter": letter})
 
@@ -203,6 +205,8 @@ def _operation(app: Celery, connection: Connection, row: Row[Any], *, locks: boo
     if record is None:
         if row.generation is not None:
             what = "its operation is purged"
+    elif _is_opened_by_edit(connection, row, record):
+        pass
     elif record.status != "failed":
         what = f"its operation is {record.status}; only what has failed, or has not begun, is edited"
     elif row.generation != record.generation or row.fingerprint != record.fingerprint:
@@ -214,6 +218,16 @@ def _operation(app: Celery, connection: Connection, row: Row[Any], *, locks: boo
     if what is not None:
         raise ChangeRefused(f"dead letter {row.id}: {what}")
     return id, record
+
+
+def _is_opened_by_edit(connection: Connection, row: Row[Any], record: Any) -> bool:
+    """Whether an earlier edit of this letter has given the operation its record, and nothing has run since."""
+    return (
+        row.generation is None
+        and (record.status, record.generation, record.attempts) == ("released", 1, 0)
+        and record.fingerprint == row.fingerprint
+        and edits.first_payload(connection, row.id) is not None
+    )
 
 
 def _checked(app: Celery, connection: Connection, row: Row[Any], corrected: str) -> _Editable:
@@ -235,7 +249,35 @@ def _fingerprint_of(row: Row[Any]) -> str | None:
     return str(given) if keys.is_fingerprint(given) else None
 
 
-def _apply(connection: Connection, found: _Editable) -> None:
+def _apply(app: Celery, connection: Connection, found: _Editable) -> None:
     row = found.row
+    if found.record is None:
+        _open_record(app, connection, found)
+    elif row.generation is None and not edits.apply_to_opened(
+        connection, found.id, was=found.was, fingerprint=found.fingerprint
+    ):
+        raise ChangeRefused(f"dead letter {row.id}: its operation has changed meanwhile; look again")
     if not edits.apply(connection, found.id, row, after=found.after, was=found.was, fingerprint=found.fingerprint):
         raise ChangeRefused(f"dead letter {row.id}: its operation has changed meanwhile; look again")
+
+
+def _open_record(app: Celery, connection: Connection, found: _Editable) -> None:
+    """Give an operation that has not begun its record, under its new fingerprint: a request of before would begin it otherwise.
+
+    It is released and has no message, so nothing runs it before a replay brings one.
+    """
+    runtime = runtime_of(app)
+    answer = claims.claim(
+        connection,
+        found.id,
+        service=found.row.consumer_service or runtime.settings.service,
+        token=secrets.token_hex(16),
+        fingerprint=found.fingerprint,
+        message="",
+        holder=runtime.holder,
+        lease=runtime.settings.lease,
+        queue=found.id.task,
+    )
+    if not isinstance(answer, Claimed) or (answer.attempts, answer.generation) != (1, 1):
+        raise ChangeRefused(f"dead letter {found.row.id}: its operation has begun meanwhile; look again")
+    ends.release(connection, answer, delay=0.0, error=None, give_back=True, deliver=False)

@@ -86,6 +86,11 @@ _EDIT_RECORD = f"""
 UPDATE idempotency.records SET message = %(after)s, fingerprint = %(fingerprint)s, updated_at = clock_timestamp()
 WHERE {ROW} AND status = 'failed' AND generation = %(generation)s AND fingerprint = %(was)s AND effects = '{{}}'
 """
+# One that an edit has opened: it still has no message, so that only a replay runs it.
+_EDIT_OPENED = f"""
+UPDATE idempotency.records SET fingerprint = %(fingerprint)s, updated_at = clock_timestamp()
+WHERE {ROW} AND status = 'released' AND message = '' AND fingerprint = %(was)s AND effects = '{{}}'
+"""
 _MOVE_FORMER = f"UPDATE idempotency.former_fingerprints SET became = %(fingerprint)s WHERE {ROW} AND became = %(was)s"
 _ADD_FORMER = """
 INSERT INTO idempotency.former_fingerprints (tenant, task, key, fingerprint, became)
@@ -207,6 +212,12 @@ def apply(
         connection.exec_driver_sql(_ADD_FORMER, fields)
         connection.exec_driver_sql(_DROP_FORMER, fields)
     return True
+
+
+def apply_to_opened(connection: Connection, id: OperationId, *, was: str | None, fingerprint: str) -> bool:
+    """Give the record that an earlier edit has opened this fingerprint. False: it is not as it has to be any more."""
+    fields = named(id) | {"was": was, "fingerprint": fingerprint}
+    return bool(execute(connection, _EDIT_OPENED, fields).rowcount == 1)
 
 
 def became(connection: Connection, id: OperationId, fingerprints: Sequence[str]) -> str | None:

@@ -9,17 +9,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotInTime
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import UTC, date, datetime
+from decimal import Decimal
 from importlib import import_module
 from itertools import islice
+from threading import Thread
 from typing import Any, TypeAlias
 
-from sqlalchemy import text
+from sqlalchemy import Connection, event
 from sqlalchemy.orm import Session
 
+from ..attempt.exits import exits_are_errors
 from ..errors import SettingsError
 from ..observe.logs import log
 from ..settings import Settings
@@ -31,6 +34,8 @@ MOST = 50
 STATEMENT, PATIENCE = 2_000, 4.0
 # Functions that run at the same time; while all do, further operations are shown without their rows.
 AT_ONCE = 4
+# What is kept as it is; anything else becomes text at once, while its session is open.
+_PLAIN = (str, int, float, Decimal, date, type(None))
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +76,6 @@ class BusinessRows:
 
     def __init__(self, settings: Settings) -> None:
         self._rows_of = _imported(settings.business_rows)
-        self._threads = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="business-rows")
         self._running: set[Future[tuple[BusinessRow, ...]]] = set()
         self._engine = make_engine(
             settings,
@@ -81,10 +85,10 @@ class BusinessRows:
                 "idle_in_transaction_session_timeout": int(PATIENCE * 2000),
             },
         )
+        event.listen(self._engine, "begin", _only_read)
 
     def close(self) -> None:
         """Close its connections, and wait for nothing."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
         self._engine.dispose()
 
     def of(self, operation: Described) -> Found | None:
@@ -94,12 +98,11 @@ class BusinessRows:
         self._running = {each for each in self._running if not each.done()}
         if len(self._running) >= AT_ONCE:
             return Found(why="The application's rows are not shown: its function is still busy with other operations.")
-        asked = self._threads.submit(self._ask, self._rows_of, operation)
+        asked = self._start(self._rows_of, operation)
         self._running.add(asked)
         try:
             rows = asked.result(PATIENCE)
-        except (NotInTime, CancelledError):
-            asked.cancel()
+        except NotInTime:
             log.warning("business_rows_slow", task=operation.task, key=operation.key)
             return Found(
                 why=f"The application's rows are not shown: its function did not answer within {PATIENCE:g} s."
@@ -111,12 +114,22 @@ class BusinessRows:
             return Found(rows[:MOST], f"The first {MOST} of the application's rows are shown; there are more.")
         return Found(rows)
 
+    def _start(self, rows_of: RowsOf, operation: Described) -> Future[tuple[BusinessRow, ...]]:
+        """Ask in a thread that keeps no process from ending, as those of a pool would."""
+        asked: Future[tuple[BusinessRow, ...]] = Future()
+
+        def work() -> None:
+            try:
+                asked.set_result(self._ask(rows_of, operation))
+            except BaseException as error:
+                asked.set_exception(error)
+
+        Thread(target=work, name="business-rows", daemon=True).start()
+        return asked
+
     def _ask(self, rows_of: RowsOf, operation: Described) -> tuple[BusinessRow, ...]:
         began = time.monotonic()
-        with self._engine.connect() as connection, Session(bind=connection) as session:
-            # what a transaction has read before cannot make it write again
-            session.execute(text("SET TRANSACTION READ ONLY"))
-            session.execute(text("SELECT 1"))
+        with exits_are_errors(), self._engine.connect() as connection, Session(bind=connection) as session:
             rows = []
             for row in islice(rows_of(session, operation), MOST + 1):
                 if not isinstance(row, BusinessRow):
@@ -125,9 +138,31 @@ class BusinessRows:
                     raise ValueError("a time without a zone")
                 if time.monotonic() - began > PATIENCE:
                     raise TimeoutError
-                rows.append(row)
+                rows.append(_plain(row))
             session.rollback()
         return tuple(rows)
+
+
+def _only_read(connection: Connection) -> None:
+    """Of each transaction: once it has read something, it cannot be made to write. The driver's own connection is not watched."""
+    connection.exec_driver_sql("SET TRANSACTION READ ONLY")
+    connection.exec_driver_sql("SELECT 1")
+
+
+def _plain(row: BusinessRow) -> BusinessRow:
+    """The same row, with nothing in it that could fail or change when it is shown."""
+    fields = {str(name): _shown(value) for name, value in dict(row.fields).items()}
+    return BusinessRow(str(row.title), fields, None if row.at is None else row.at.astimezone(UTC))
+
+
+def _shown(value: Any) -> Any:
+    if isinstance(value, _PLAIN):
+        return value
+    if isinstance(value, Mapping):
+        return {str(name): _shown(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_shown(each) for each in value]
+    return str(value)
 
 
 def _imported(name: str | None) -> RowsOf | None:

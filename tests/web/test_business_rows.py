@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta, timezone
 from typing import Any
 
 import pytest
@@ -178,3 +181,76 @@ def test_the_example_of_the_page_runs(connection: Connection) -> None:
     assert (row.title, row.fields) == ("payment", {"status": "captured", "amount": 500})
     assert row.at.tzinfo is not None
     assert nothing == []
+
+
+class Unshowable:
+    """As a row of a model is whose session is closed."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("detached")
+
+
+def cancelled(session: Session, operation: Described) -> Any:
+    raise asyncio.CancelledError
+
+
+def leaves(session: Session, operation: Described) -> Any:
+    sys.exit(1)
+
+
+@pytest.mark.parametrize(
+    ("function", "error"),
+    [
+        (lambda session, operation: [BusinessRow("x", None)], "TypeError"),  # type: ignore[arg-type]
+        (lambda session, operation: [BusinessRow(Unshowable())], "RuntimeError"),  # type: ignore[arg-type]
+        (lambda session, operation: [BusinessRow("x", {Unshowable(): 1})], "RuntimeError"),  # type: ignore[dict-item]
+        (lambda session, operation: [BusinessRow("x", {"a": Unshowable()})], "RuntimeError"),
+        (
+            lambda session, operation: [
+                BusinessRow("x", at=datetime.max.replace(tzinfo=timezone(timedelta(hours=-12))))
+            ],
+            "OverflowError",
+        ),
+        (cancelled, "Exited"),
+        (leaves, "Exited"),
+    ],
+    ids=["no fields", "title", "name", "value", "time", "cancelled", "exit"],
+)
+def test_what_cannot_be_shown_or_ends_a_process_is_a_sentence(
+    page: Callable[[RowsOf], Browser], function: RowsOf, error: str
+) -> None:
+    browser = page(function)
+    for answer in (browser.get("/operation", params=NAMED), browser.post("/operation/reveal", NAMED | {"reason": "t"})):
+        assert answer.status_code == 200
+        assert f"rows are not shown: its function raised {error}." in answer.text
+
+
+def test_no_transaction_of_the_function_writes(page: Callable[[RowsOf], Browser], connection: Connection) -> None:
+    def write(session: Session, operation: Described) -> Any:
+        session.rollback()
+        session.execute(text("SET TRANSACTION READ WRITE"))
+        session.execute(text("INSERT INTO entries (account, amount) VALUES ('stolen', 1)"))
+        session.commit()
+        return []
+
+    assert "its function raised" in page(write).get("/operation", params=NAMED).text
+    assert "stolen" not in connection.execute(text("SELECT account FROM entries")).scalars().all()
+
+
+NEVER_ENDS = """
+import sys, time
+from idempotency.settings import Settings
+from idempotency.web import business
+business.PATIENCE = 0.2
+business.BusinessRows._ask = lambda *_: time.sleep(60)
+rows = business.BusinessRows(Settings.read({"database_url": sys.argv[1], "business_rows": "os:getcwd"}))
+print(rows.of(business.Described("t", "k", "1")).why)
+rows.close()
+"""
+
+
+def test_a_function_that_never_ends_keeps_no_process_from_ending(database: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", NEVER_ENDS, database], capture_output=True, text=True, timeout=40, check=False
+    )
+    assert (done.returncode, "did not answer within" in done.stdout) == (0, True), done.stderr
