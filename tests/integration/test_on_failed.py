@@ -145,6 +145,10 @@ def test_a_soft_time_limit_in_the_applications_part_is_no_end(
     assert (entries("reserved"), entries("undone reserved")) == (0, 1)
 
 
+class Killed(BaseException):
+    """As the end of the process: nothing catches it. `sys.exit` is an error of `on_failed` like any other."""
+
+
 def test_what_dies_in_its_end_is_ended_without_the_applications_part(
     bank: Celery, connection: Connection, engine: Engine, deliveries: Deliveries, record: Record
 ) -> None:
@@ -154,11 +158,11 @@ def test_what_dies_in_its_end_is_ended_without_the_applications_part(
         raise ValueError("again")
 
     def die(session: Session, operation: Operation, error: PermanentError) -> None:
-        raise SystemExit(9)
+        raise Killed
 
     task = make_task(bank, body, max_attempts=1, on_failed=die)
     for _ in range(10):
-        with contextlib.suppress(SystemExit):
+        with contextlib.suppress(Killed):
             deliveries.deliver(task, key="k", origin="recover")
         if record("k").status == "failed":
             break
