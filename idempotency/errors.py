@@ -201,12 +201,13 @@ class UnsupportedControl(PermanentError):
 class Defer(IdempotencyError):
     """Raise this to try again after `seconds` without using up an attempt, when it is not the operation's fault.
 
-    Once `defer_budget` seconds have passed since the first claim (or the first since a replay), it is an ordinary error.
+    Once `defer_budget` seconds have passed since the first claim (or the first since a replay), it is an ordinary error. Less
+    than 0 seconds, and NaN, count as 0.
     """
 
     def __init__(self, seconds: float, reason: str) -> None:
         super().__init__(seconds, reason)
-        self.seconds, self.reason = seconds, reason
+        self.seconds, self.reason = seconds if seconds > 0 else 0.0, reason
 
     def __str__(self) -> str:
         return self.reason

@@ -13,6 +13,7 @@ any other 5xx, or nonsense      CarrierError    uses up an attempt; the outcome 
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -145,7 +146,8 @@ def _retry_after(headers: Mapping[str, str]) -> float:
         seconds = float(headers.get("retry-after", ""))
     except ValueError:
         return TRY_LATER_SECONDS
-    return min(max(seconds, 0.0), MAX_RETRY_AFTER)
+    # "nan" is a number to Python
+    return TRY_LATER_SECONDS if math.isnan(seconds) else min(max(seconds, 0.0), MAX_RETRY_AFTER)
 
 
 def _label(document: dict[str, Any]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ Only this module decides what an answer means for the operation:
     any other 5xx, or nonsense      GatewayError    uses up an attempt; the outcome is unknown
 """
 
+import math
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -493,7 +494,8 @@ def _retry_after(error: stripe.StripeError) -> float:
         seconds = float(_header(error, "retry-after"))
     except ValueError:
         return RATE_LIMITED_SECONDS
-    return min(max(seconds, 0.0), MAX_RETRY_AFTER)
+    # "nan" is a number to Python
+    return RATE_LIMITED_SECONDS if math.isnan(seconds) else min(max(seconds, 0.0), MAX_RETRY_AFTER)
 
 
 def _header(error: stripe.StripeError, name: str) -> str:

@@ -197,20 +197,26 @@ class Mailer:
             ("sender", smtp.mail(self._sender)),
             ("recipient", smtp.rcpt(recipient)),
         ):
-            if code >= 300:
+            if code >= 400:
                 _refused(code, what)
+            if not 200 <= code < 300:
+                raise smtplib.SMTPException("no answer to this command")
         return smtp
 
     def _data(self, smtp: smtplib.SMTP, text: bytes) -> None:
         try:
             code, _ = smtp.data(text)
         except smtplib.SMTPDataError as error:
-            # The server refused DATA, so the message was not sent.
-            code = error.smtp_code
+            # Nothing but 354 asks for the text, which was not sent then. Below 400 it is the answer to an earlier command.
+            if error.smtp_code >= 400:
+                _refused(error.smtp_code, "message")
+            raise Defer(UNAVAILABLE_SECONDS, f"mail server did not ask for the message ({error.smtp_code})") from None
         except (OSError, smtplib.SMTPException):
             raise MailError("mail server closed the connection during the message; it may have been accepted") from None
-        if code >= 300:
+        if code >= 400:
             _refused(code, "message")
+        if not 200 <= code < 300:
+            raise MailError(f"mail server did not say what became of the message ({code}); it may have been accepted")
 
 
 def _part(text: str, kind: Literal["plain", "html"]) -> MIMEText:

@@ -1,0 +1,110 @@
+"""What is concluded from the answers of an odd mail server."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
+
+import pytest
+
+from idempotency import Defer
+from tasks.mail import Mailer, MailError, MailServer
+
+SENDER = "shop@shop.example"
+
+
+class Server:
+    """Speaks SMTP on loopback. `data`: what it says to DATA; `end`: what it says after a text. Keeps what it has taken."""
+
+    def __init__(self, data: bytes, end: bytes) -> None:
+        self.data, self.end = data, end
+        self.said: list[bytes] = []
+        self.taken: list[tuple[bytes, bytes]] = []  # who to, what
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._serving, args=(connection,), daemon=True).start()
+
+    def _serving(self, connection: socket.socket) -> None:
+        with suppress(OSError):
+            self._serve(connection)
+
+    def _serve(self, connection: socket.socket) -> None:
+        to = b""
+        with connection, connection.makefile("rb") as lines:
+            connection.sendall(b"220 hello\r\n")
+            while line := lines.readline():
+                self.said.append(line)
+                match line[:4].upper():
+                    case b"EHLO" | b"HELO" | b"MAIL" | b"RSET":
+                        connection.sendall(b"250 ok\r\n")
+                    case b"RCPT":
+                        to = line.strip()
+                        connection.sendall(b"250 ok\r\n")
+                    case b"DATA":
+                        connection.sendall(self.data)
+                        if not self.data.startswith(b"354"):
+                            continue
+                        text = b""
+                        while (each := lines.readline()) not in (b".\r\n", b""):
+                            text += each
+                        self.taken.append((to, text))
+                        connection.sendall(self.end)
+                    case b"QUIT":
+                        connection.sendall(b"221 bye\r\n")
+                        return
+                    case _:
+                        connection.sendall(b"500 what\r\n")
+
+    def close(self) -> None:
+        self._listener.close()
+
+
+@contextmanager
+def served(
+    data: bytes = b"354 go on\r\n", end: bytes = b"250 ok\r\n"
+) -> Iterator[tuple[Server, Callable[..., object]]]:
+    with (
+        closing(Server(data, end)) as server,
+        closing(Mailer(MailServer("127.0.0.1", server.port), sender=SENDER, timeout=5)) as mailer,
+    ):
+        yield server, mailer.send
+
+
+@pytest.mark.parametrize(
+    "answer", [b"250 ok\r\n", b"220 mail.example ESMTP\r\n", b"no number\r\n"], ids=["250", "220", "none"]
+)
+def test_a_mail_whose_text_was_not_asked_for_is_sent_later(answer: bytes) -> None:
+    with served(data=answer) as (server, send):
+        with pytest.raises(Defer, match="did not ask for the message"):
+            send("a@shop.example", "s", "b", idempotency_key="k")
+        assert server.taken == []
+
+
+def test_one_answer_too_many_is_taken_for_no_mail_s_own() -> None:
+    """A second line after a text is read as the answer to the next command, and so on. The connection is not used again then."""
+    with served(end=b"250 ok\r\n250 ok\r\n") as (server, send):
+        concluded = []
+        for number in range(4):
+            try:
+                send("a@shop.example", "s", f"body {number}\n", idempotency_key=f"k-{number}")
+                concluded.append(number)
+            except Defer:
+                pass
+        taken = [number for number in range(4) if any(b"body %d" % number in text for _, text in server.taken)]
+    assert concluded == taken == [0, 2]
+
+
+@pytest.mark.parametrize("end", [b"accepted\r\n", b"199 hm\r\n", b"354 again\r\n"], ids=["none", "199", "354"])
+def test_after_an_answer_that_says_nothing_nobody_knows(end: bytes) -> None:
+    with served(end=end) as (_, send), pytest.raises(MailError, match="may have been accepted"):
+        send("a@shop.example", "s", "b", idempotency_key="k")
