@@ -72,5 +72,5 @@ def type_out(shell: subprocess.Popen[str], blocks: Sequence[Block], errors: Path
         printed = typed(shell, block.text)
         if isinstance(follower, Block) and follower.language == "text":
             compared += 1
-            assert printed == follower.text, errors.read_text()[-2000:]
+            assert printed == follower.text, f"{printed!r}\n{errors.read_text()[-2000:]}"
     return compared
