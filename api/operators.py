@@ -9,8 +9,8 @@ from __future__ import annotations
 import time
 from ipaddress import ip_address, ip_network
 
+from anyio import CapacityLimiter, to_thread
 from sqlalchemy.exc import SQLAlchemyError
-from starlette.concurrency import run_in_threadpool
 
 from idempotency.application import runtime_of
 from idempotency.errors import IdempotencyError, InvalidArguments, NotAllowed, NotAuthenticated
@@ -31,6 +31,8 @@ from .problems import MISCONFIGURED, failure, unauthenticated
 
 PATH = "/admin/dead-letters"
 LIMITS = Limits(1024 * 1024, ("application/json",))
+# Tokens that are checked at once, and requests that wait for that: the issuer may be slow, and must not take all threads.
+ASKED_AT_ONCE, WAITING = 4, 32
 # Seconds between two audit rows of refusals that are beyond the limits.
 SUMMARY = 60.0
 
@@ -86,13 +88,15 @@ class Operators:
 
     def __init__(self, app: Application) -> None:
         self.app = app
+        self._asking = CapacityLimiter(ASKED_AT_ONCE)
+        self._asked = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if not is_for_operators(scope):
             await self.app(scope, receive, send)
             return
         try:
-            person = await run_in_threadpool(_authenticate, scope)
+            person = await self._who(scope)
             if seconds := _limits(scope).by_operator.take(person.name):
                 raise Refused(too_many(seconds))
             state = scope.setdefault("state", {})
@@ -112,6 +116,15 @@ class Operators:
             await MISCONFIGURED(scope, receive, send)
         else:
             await self.app(scope, receive, send)
+
+    async def _who(self, scope: Scope) -> Person:
+        if self._asked >= ASKED_AT_ONCE + WAITING:
+            raise Refused(too_many(1))
+        self._asked += 1
+        try:
+            return await to_thread.run_sync(_authenticate, scope, limiter=self._asking)
+        finally:
+            self._asked -= 1
 
 
 def is_for_operators(scope: Scope) -> bool:

@@ -125,6 +125,15 @@ def identify(settings: Settings, token: str) -> Identity:
     return _of_company(settings, token)
 
 
+def ends_at(settings: Settings, token: str) -> float | None:
+    """Until when a token that `identify` has believed counts, in seconds since 1970; None: nothing in it says so."""
+    if settings.people_file is not None or not are_outside(settings):
+        return None
+    with extra("oidc"):
+        import jwt
+    return float(jwt.decode(token, options={"verify_signature": False})["exp"]) + LEEWAY
+
+
 def known_people(path: Path) -> dict[str, Known]:
     """The people of a file, by name. Raises `SettingsError` if others than its owner may write to it, or it is malformed."""
     field = "idempotency_people_file"

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from celery import Celery
-from sqlalchemy import Connection
+from sqlalchemy import Connection, Row
 
 from ..application import runtime_of
 from ..errors import OperationNotFound
@@ -22,12 +23,16 @@ def reveal(app: Celery, id: OperationId, change: Change) -> dict[str, Any]:
     """
     runtime = runtime_of(app)
     with runtime.engine.begin() as connection:
-        if repeated(connection, change, "reveal", id) is None:
-            _find(connection, id, runtime.settings.service)
-            row = operations.lookup(connection, id, runtime.settings.service)
-            audit(connection, change, "reveal", id, row)
+        _find(connection, id, runtime.settings.service)
+        row = operations.lookup(connection, id, runtime.settings.service)
+        audit(connection, _each_look(change, repeated(connection, change, "reveal", id)), "reveal", id, row)
     with runtime.autocommit() as connection:
         return operations.operation(connection, id, with_payload=True)
+
+
+def _each_look(change: Change, done: Row[Any] | None) -> Change:
+    """A request that is sent again is another look, at what is there now: it has a row of its own."""
+    return change if done is None else replace(change, request_id=None)
 
 
 def _find(connection: Connection, id: OperationId, service: str) -> None:
@@ -50,6 +55,6 @@ def reveal_letter(app: Celery, letter: int, change: Change) -> dict[str, Any]:
             raise OperationNotFound(f"dead letter {letter}: not found")
         id = None if None in (row.tenant, row.task, row.key) else OperationId(row.tenant, row.task, row.key)
         said = {"dead_letter": letter}
-        if repeated(connection, change, "reveal", id, said=said) is None:
-            audit(connection, change, "reveal", id, None, details=said)
+        done = repeated(connection, change, "reveal", id, said=said)
+        audit(connection, _each_look(change, done), "reveal", id, None, details=said)
     return {"headers": row.headers, "payload": row.payload}

@@ -2,7 +2,7 @@
 
 A session is a signed cookie: name, role and tenants as the issuer has said at the login, for `web_session` seconds. So a person
 who loses a role keeps it here until then; that is not shortened by logging out elsewhere. Without a login, on this machine's own
-addresses, everyone is a reader, or whoever's token the process was given.
+addresses, everyone is a reader, or whoever's token the process was given, for as long as that counts.
 """
 
 from __future__ import annotations
@@ -55,12 +55,17 @@ class Visitor:
 
 
 class Sessions:
-    """Makes and reads signed cookies. `issuer`: where people log in; None: they do not, and all are `person`."""
+    """Makes and reads signed cookies. `issuer`: where people log in; None: they do not, and all are `person`.
 
-    def __init__(self, secret: str, *, lasts: float, issuer: str | None, person: Person | None = None) -> None:
+    `until`: when that person's token ends, in seconds since 1970, if it says so itself; all are readers then.
+    """
+
+    def __init__(
+        self, secret: str, *, lasts: float, issuer: str | None, person: Person | None = None, until: float | None = None
+    ) -> None:
         self._signer = URLSafeTimedSerializer(secret, salt="idempotency.web")
         self._lasts, self._issuer = lasts, issuer
-        self._person = person
+        self._person, self._until = person, until
 
     @property
     def everyone(self) -> str:
@@ -81,9 +86,8 @@ class Sessions:
         if found is None or found["until"] <= time.time():
             return None
         if self._issuer is None:
-            return Visitor(
-                self._person or Person(NOBODY, "reader"), found["until"], found["csrf"], self._person is not None
-            )
+            person = self._person if self._until is None or time.time() < self._until else None
+            return Visitor(person or Person(NOBODY, "reader"), found["until"], found["csrf"], person is not None)
         if found.get("known_by") != self._issuer or found.get("role") not in ROLES:
             return None
         return Visitor(_person(found), found["until"], found["csrf"], is_verified=True)
