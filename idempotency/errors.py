@@ -201,8 +201,7 @@ class UnsupportedControl(PermanentError):
 class Defer(IdempotencyError):
     """Raise this to try again after `seconds` without using up an attempt, when it is not the operation's fault.
 
-    Once `defer_budget` seconds have passed since the first claim (or the first since a replay), it is an ordinary error. Less
-    than 0 seconds, and NaN, count as 0.
+    Less than 0, and NaN, count as 0. Once `defer_budget` seconds have passed since the first claim, or replay, it is an ordinary error.
     """
 
     def __init__(self, seconds: float, reason: str) -> None:
