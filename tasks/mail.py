@@ -183,10 +183,15 @@ class Mailer:
 
     def _with_recipient(self, recipient: str) -> smtplib.SMTP:
         """A connection that accepted sender and recipient: the existing one, or a new one if that was closed."""
+        is_kept = self._connection.smtp is not None
         try:
             return self._envelope(self._connected(), recipient)
         except (OSError, smtplib.SMTPException):
             self.close()  # the message was not sent yet
+        except (Defer, PermanentError):
+            if not is_kept:
+                raise
+            self.close()  # this may have been the answer to an earlier message: a new connection has none
         try:
             return self._envelope(self._connected(), recipient)
         except (OSError, smtplib.SMTPException):

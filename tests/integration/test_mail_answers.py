@@ -108,3 +108,10 @@ def test_one_answer_too_many_is_taken_for_no_mail_s_own() -> None:
 def test_after_an_answer_that_says_nothing_nobody_knows(end: bytes) -> None:
     with served(end=end) as (_, send), pytest.raises(MailError, match="may have been accepted"):
         send("a@shop.example", "s", "b", idempotency_key="k")
+
+
+def test_an_answer_to_an_earlier_mail_refuses_no_other() -> None:
+    with served(end=b"250 ok\r\n550 no\r\n") as (server, send):
+        for number in range(3):
+            send("a@shop.example", "s", f"body {number}\n", idempotency_key=f"k-{number}")
+        assert [text.splitlines()[-1] for _, text in server.taken] == [b"body 0", b"body 1", b"body 2"]
