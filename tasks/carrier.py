@@ -13,7 +13,6 @@ any other 5xx, or nonsense      CarrierError    uses up an attempt; the outcome 
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -33,13 +32,12 @@ from idempotency import (
     StoredRefusal,
 )
 
-from .circuit import Circuit, Unavailable
+from .circuit import Circuit, Unavailable, seconds_of
 from .tenants import DEFAULT, named
 
 IN_PROGRESS_SECONDS = 2.0
 REFUSED_KEY_SECONDS = 60.0
 TRY_LATER_SECONDS = 5.0
-MAX_RETRY_AFTER = 3600.0
 
 
 class CarrierLabel(TypedDict):
@@ -119,9 +117,15 @@ def _meaning(status: int, headers: Mapping[str, str], data: bytes) -> dict[str, 
     if 200 <= status < 300 and isinstance(document, dict):
         return document
     if status in (408, 425, 502, 503, 504):
-        raise Unavailable(_retry_after(headers), f"the carrier is unavailable: {status}")
+        raise Unavailable(
+            seconds_of(headers.get("retry-after", ""), otherwise=TRY_LATER_SECONDS),
+            f"the carrier is unavailable: {status}",
+        )
     if status == 429:
-        raise Defer(_retry_after(headers), "the carrier's rate limit was reached")
+        raise Defer(
+            seconds_of(headers.get("retry-after", ""), otherwise=TRY_LATER_SECONDS),
+            "the carrier's rate limit was reached",
+        )
     if status == 409:
         raise Defer(IN_PROGRESS_SECONDS, "a call under this idempotency key is in progress")
     error = document.get("error") if isinstance(document, dict) else None
@@ -139,15 +143,6 @@ def _meaning(status: int, headers: Mapping[str, str], data: bytes) -> dict[str, 
     if status >= 500 and headers.get("idempotent-replayed") == "true":
         raise StoredFailure(f"the carrier replays a stored {status} for this key")
     raise CarrierError(f"the carrier failed: {status}")
-
-
-def _retry_after(headers: Mapping[str, str]) -> float:
-    try:
-        seconds = float(headers.get("retry-after", ""))
-    except ValueError:
-        return TRY_LATER_SECONDS
-    # "nan" is a number to Python
-    return TRY_LATER_SECONDS if math.isnan(seconds) else min(max(seconds, 0.0), MAX_RETRY_AFTER)
 
 
 def _label(document: dict[str, Any]) -> dict[str, Any]:

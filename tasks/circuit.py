@@ -4,6 +4,7 @@ One per process. pybreaker counts failures and keeps the state, but holds its lo
 for each other's time-outs. So calls run outside of it, and it only gets their outcomes.
 """
 
+import math
 import random
 import threading
 from collections.abc import Callable
@@ -17,9 +18,22 @@ from idempotency import Defer, NotSent
 
 T = TypeVar("T")
 
+# The longest Retry-After that is honoured, in seconds.
+MAX_RETRY_AFTER = 3600.0
+
 
 class Unavailable(Defer):
     """The provider could not be reached or did not answer in time; it may or may not have acted."""
+
+
+def seconds_of(retry_after: str, *, otherwise: float) -> float:
+    """How long a provider asks us to wait, by its Retry-After in seconds, from 0 to an hour; `otherwise` if it says no number."""
+    try:
+        seconds = float(retry_after)
+    except ValueError:
+        return otherwise
+    # "nan" is a number to Python
+    return otherwise if math.isnan(seconds) else min(max(seconds, 0.0), MAX_RETRY_AFTER)
 
 
 class Circuit:

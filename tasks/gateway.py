@@ -14,7 +14,6 @@ Only this module decides what an answer means for the operation:
     any other 5xx, or nonsense      GatewayError    uses up an attempt; the outcome is unknown
 """
 
-import math
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,7 +37,7 @@ from idempotency import (
     Undecided,
 )
 from idempotency.text import storable
-from tasks.circuit import Circuit, Unavailable
+from tasks.circuit import Circuit, Unavailable, seconds_of
 from tasks.stripe_http import StripeConnections
 from tasks.tenants import DEFAULT, check_tenant, named
 
@@ -98,8 +97,6 @@ REFUSED_KEY_SECONDS = 60.0
 # An undecided call is asked about after a quarter of the time that it has taken, within these limits.
 FIRST_POLL_SECONDS = 5.0
 LONGEST_POLL_SECONDS = 3600.0
-# The longest Retry-After that is honoured.
-MAX_RETRY_AFTER = 3600.0
 
 
 class GatewayError(Exception):
@@ -490,12 +487,7 @@ def _meaning(error: stripe.StripeError) -> Exception:
 
 
 def _retry_after(error: stripe.StripeError) -> float:
-    try:
-        seconds = float(_header(error, "retry-after"))
-    except ValueError:
-        return RATE_LIMITED_SECONDS
-    # "nan" is a number to Python
-    return RATE_LIMITED_SECONDS if math.isnan(seconds) else min(max(seconds, 0.0), MAX_RETRY_AFTER)
+    return seconds_of(_header(error, "retry-after"), otherwise=RATE_LIMITED_SECONDS)
 
 
 def _header(error: stripe.StripeError, name: str) -> str:

@@ -144,7 +144,7 @@ def _of_edited(
     answer = claims.peek(connection, delivery.id, service=service, fingerprint=present)
     if isinstance(answer, Completed | Failed | Foreign):
         return answer
-    # Also one that is due: its replay has written the delivery that runs it, and that is on disk.
+    # Also one that is due: what runs it is on disk, the delivery that its replay has written or the letter that waits for one.
     claims.count_duplicate(connection, delivery.id, present, service=service)
     return Busy(is_known=True)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import secrets
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -14,13 +13,14 @@ from sqlalchemy import Connection, Row
 from ..application import runtime_of
 from ..attempt import conclusions
 from ..attempt.conclusions import NotDeclined
+from ..attempt.opening import open_record
 from ..attempt.runtime import Runtime
 from ..errors import ChangeRefused, PermanentError
 from ..framework import framework
 from ..observe import metrics
 from ..reasons import CANCELLED, UNPUBLISHABLE
-from ..store import claims, dead_letters, discards, ends, letters, operations, saga_changes, stream_letters
-from ..store.answers import Claimed, claim_of
+from ..store import dead_letters, discards, ends, letters, operations, saga_changes, stream_letters
+from ..store.answers import claim_of
 from ..store.statements import repeatable
 from ..streams.declaring import TASK_PREFIX
 from ..wire.delivery import Delivery
@@ -110,20 +110,10 @@ def _open_record(connection: Connection, runtime: Runtime, id: OperationId) -> N
     sent = operations.accepted(connection, id, runtime.settings.service)
     if sent is None:
         raise ChangeRefused(f"{called(id)}: has since been purged")
-    answer = claims.claim(
-        connection,
-        id,
-        service=runtime.settings.service,
-        token=secrets.token_hex(16),
-        fingerprint=sent.fingerprint,
-        message=sent.message,
-        holder=runtime.holder,
-        lease=runtime.settings.lease,
-        queue=sent.queue,
-    )
-    if not isinstance(answer, Claimed) or answer.attempts != 1:
+    if not open_record(
+        connection, runtime, id, service=None, fingerprint=sent.fingerprint, message=sent.message, queue=sent.queue
+    ):
         raise ChangeRefused(f"{called(id)}: was accepted when shown and has begun since; look again")
-    ends.release(connection, answer, delay=0.0, error=None, give_back=True, deliver=False)
 
 
 def _check_no_effect(id: OperationId, row: Row[Any], *, may_have_happened: bool) -> None:

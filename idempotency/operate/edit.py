@@ -6,7 +6,6 @@ recorded, or told to a provider, was so with the arguments of before. Of what mo
 
 from __future__ import annotations
 
-import secrets
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any
@@ -15,12 +14,12 @@ from celery import Celery
 from sqlalchemy import Connection, Row
 
 from ..application import runtime_of
+from ..attempt.opening import open_record
 from ..errors import ChangeRefused, NotAllowed, NotAuthenticated, ReplayRefused, SettingsError
 from ..identities import looks_like, may
 from ..letters.editing import edited
 from ..reasons import ALTERED, OTHER_CELL, UNSIGNED
-from ..store import archive, claims, dead_letters, discards, edits, ends, erasure, operations
-from ..store.answers import Claimed
+from ..store import archive, dead_letters, discards, edits, erasure, operations
 from ..store.letter_messages import NEVER, stored_message
 from ..store.outbox import EXTERNAL
 from ..store.statements import repeatable
@@ -266,18 +265,7 @@ def _open_record(app: Celery, connection: Connection, found: _Editable) -> None:
 
     It is released and has no message, so nothing runs it before a replay brings one.
     """
-    runtime = runtime_of(app)
-    answer = claims.claim(
-        connection,
-        found.id,
-        service=found.row.consumer_service or runtime.settings.service,
-        token=secrets.token_hex(16),
-        fingerprint=found.fingerprint,
-        message="",
-        holder=runtime.holder,
-        lease=runtime.settings.lease,
-        queue=found.id.task,
-    )
-    if not isinstance(answer, Claimed) or (answer.attempts, answer.generation) != (1, 1):
+    if not open_record(
+        connection, runtime_of(app), found.id, service=found.row.consumer_service, fingerprint=found.fingerprint
+    ):
         raise ChangeRefused(f"dead letter {found.row.id}: its operation has begun meanwhile; look again")
-    ends.release(connection, answer, delay=0.0, error=None, give_back=True, deliver=False)

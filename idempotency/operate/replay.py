@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import secrets
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -13,16 +12,15 @@ from celery import Celery
 from sqlalchemy import Connection, Row
 
 from ..application import runtime_of
+from ..attempt.opening import open_record
 from ..attempt.runtime import Runtime
 from ..errors import NotAuthenticated, ReplayRefused, WrongCell
 from ..reasons import ALTERED, CANCELLED, FOUND_BY_US, REVOKED, UNHANDLED, UNSIGNED
 from ..settings import Settings
 from ..store import (
     archive,
-    claims,
     dead_letters,
     edits,
-    ends,
     erasure,
     letter_messages,
     letter_operations,
@@ -31,7 +29,6 @@ from ..store import (
     stream_letters,
     webhook_letters,
 )
-from ..store.answers import Claimed
 from ..store.statements import repeatable
 from ..wire.keys import OperationId
 from ..wire.signing import signed_at
@@ -193,20 +190,8 @@ def _open_refused(connection: Connection, runtime: Runtime, row: Row[Any]) -> Op
     Raises `ReplayRefused` if the letter is not open, or the operation has a record: it has come by another message.
     """
     id = OperationId(row.tenant, row.task, row.key)
-    answer = claims.claim(
-        connection,
-        id,
-        service=row.consumer_service or runtime.settings.service,
-        token=secrets.token_hex(16),
-        fingerprint=row.fingerprint,
-        message="",
-        holder=runtime.holder,
-        lease=runtime.settings.lease,
-        queue=id.task,
-    )
-    if not isinstance(answer, Claimed) or (answer.attempts, answer.generation) != (1, 1):
+    if not open_record(connection, runtime, id, service=row.consumer_service, fingerprint=row.fingerprint):
         raise ReplayRefused(f"dead letter {row.id}: another message has begun its operation since; discard the letter")
-    ends.release(connection, answer, delay=0.0, error=None, give_back=True, deliver=False)
     if (archived := archive.in_the_way(connection, row.id)) is not None:
         raise ReplayRefused(f"dead letter {row.id}: {archived}")
     if not stream_letters.adopt(connection, row.id):

@@ -11,6 +11,7 @@ from ..errors import NotAuthenticated, OperationNotFound
 from ..operate import discard
 from ..store import approvals, edits
 from ..store.statements import repeatable
+from .access import Visitor
 from .desk import ROWS, desk_of, form_of, letter_of, number, visitor_of
 from .shown import done, page
 
@@ -28,17 +29,24 @@ def show(request: Request) -> Response:
     return page(request, "approvals.html", title="Approvals", rows=rows[:ROWS], more=more, edits=corrections)
 
 
-def approve(request: Request) -> Response:
-    """Approve one, as `dead-letters approve` does."""
+def approver_of(request: Request, action: str) -> tuple[Visitor, int]:
+    """Who approves something about which letter. Raises `NotAllowed`, `NotAuthenticated` and `OperationNotFound`."""
     visitor, desk = visitor_of(request), desk_of(request)
-    visitor.require("approver", "approve")
+    visitor.require("approver", action)
     if not visitor.is_verified:
-        raise NotAuthenticated("approve: nobody has proved who they are")
+        raise NotAuthenticated(f"{action}: nobody has proved who they are")
     letter = number(form_of(request).get("letter"), what="letter")
     if letter is None:
         raise OperationNotFound("letter: which one")
     with desk.reading() as connection:
         letter_of(request, connection, letter)
+    return visitor, letter
+
+
+def approve(request: Request) -> Response:
+    """Approve one, as `dead-letters approve` does."""
+    desk = desk_of(request)
+    visitor, letter = approver_of(request, "approve")
 
     @repeatable
     def discard_it() -> None:

@@ -12,12 +12,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from ..errors import NotAuthenticated, OperationNotFound
+from ..errors import OperationNotFound
 from ..letters.editing import arguments_of, difference_shown
 from ..operate.edit import approve_edit, digest, edit, why_not
 from ..store import edits
 from ..wire import encoding
 from ..wire.message import Message
+from .approvals import approver_of
 from .desk import Desk, change_of, desk_of, form_of, letter_of, number, visitor_of
 from .shown import done
 
@@ -82,19 +83,11 @@ def edit_one(request: Request) -> Response:
 
 def approve(request: Request) -> Response:
     """Approve one, as `dead-letters approve-edit` does."""
-    visitor, desk = visitor_of(request), desk_of(request)
-    visitor.require("approver", "approve-edit")
-    if not visitor.is_verified:
-        raise NotAuthenticated("approve-edit: nobody has proved who they are")
-    letter = number(form_of(request).get("letter"), what="letter")
-    if letter is None:
-        raise OperationNotFound("letter: which one")
-    with desk.reading() as connection:
-        letter_of(request, connection, letter)
+    visitor, letter = approver_of(request, "approve-edit")
     asked_for = number(form_of(request).get("edit"), what="edit")
     if asked_for is None:
         raise OperationNotFound("edit: which one")
-    approve_edit(desk.celery, visitor.person, letter, asked_for)
+    approve_edit(desk_of(request).celery, visitor.person, letter, asked_for)
     return done(request, f"/letters/{letter}", "Its message is edited; a replay sends it as it is now.")
 
 
