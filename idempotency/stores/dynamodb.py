@@ -8,7 +8,8 @@ written, since their clocks differ: whoever wants its place watches the item. A 
 changes the number `renewals`; if fence and renewals stay the same for a whole lease, by the watcher's own monotonic clock,
 the holder has lost it, by its own clock, too. To keep no slot of a worker busy with that, a claim watches only if an
 earlier one by the same message has seen the item in the very same state (`seen`); otherwise it comes again after a pause. Where a
-task's time limit is shorter than that, the item keeps how long it was watched in this state, and the next delivery watches the rest.
+task has a time limit, the item keeps how long it was watched in this state, and the next delivery watches the rest, if any: a body
+has all of its time, and none of it is spent on watching.
 
 Wall clocks decide two things: when a released operation is due, and when a record has passed its retention (DynamoDB's own
 deletion, by the attribute `expires_at`, may come days later). They have to agree far better than the shortest retention.
@@ -17,6 +18,7 @@ deletion, by the attribute `expires_at`, may come days later). They have to agre
 from __future__ import annotations
 
 import copy
+import math
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -206,23 +208,29 @@ class DynamoDBStore:
         raise AssertionError("no condition was given, so none has failed")
 
     def _watch(self, id: OperationId, item: Mapping[str, Any], watch: Watch) -> StoreBusy | None:
-        """None: the holder has not renewed for a whole lease, its own. Sleeps until that is known, or patience ends."""
+        """None: the holder has not renewed for a whole lease, its own. Sleeps until that is known, or patience ends.
+
+        Where patience has an end, that is only noted, and the next delivery takes the place.
+        """
         lease, mark, state = float(item["lease"]), _mark(item), item["state"]
         before = float(item["watched"]) if item.get("watched_as") == mark else None
         begun = time.monotonic()
+        if before is not None and before >= lease:
+            return None
         until = begun + min(lease - (before or 0.0), watch.patience)
         while (left := until - time.monotonic()) > 0:
             watch.rest(min(left, lease / LOOKS))
             now = self._get(id)
             if not now or (_mark(now), now.get("state")) != (mark, state):
                 return StoreBusy()
-        if (watched := (before or 0.0) + time.monotonic() - begun) >= lease:
+        watched = (before or 0.0) + time.monotonic() - begun
+        if watched >= lease and math.isinf(watch.patience):
             return None
         same = {":was": state, ":fence": item["fence"], ":seen_token": item["token"], ":renewals": item["renewals"]}
         same |= {":watched": watched, ":mark": mark} | ({} if before is None else {":before": before})
         condition = f"{_IS_SAME} AND {_IS_FIRST if before is None else _GOES_ON}"
         self._update(id, "SET watched = :watched, watched_as = :mark", condition, same)
-        return StoreBusy(WATCH_AGAIN, seen=mark)
+        return StoreBusy(0.0 if watched >= lease else WATCH_AGAIN, seen=mark)
 
     def _end(self, held: Claimed, state: str, change: str, values: dict[str, Any], keep: float) -> bool:
         values = values | _mine(held) | {":state": state, ":expires": int(time.time() + keep)}

@@ -56,8 +56,10 @@ def test_a_charge_that_is_reported_as_processing_is_not_made_again(shop: Shop, g
         for _ in range(3):
             if shop.waiting():
                 shop.deliver(shop.waiting()[0])
-        assert len(intents(gateway, payment_id)) == 1
-        assert shop.one("SELECT status FROM payments WHERE id = :id", id=payment_id)[0] == "pending"
+        status = shop.one("SELECT status FROM payments WHERE id = :id", id=payment_id)[0]
+        (one,) = intents(gateway, payment_id)
+        # a machine under load may have taken so long that it is decided
+        assert status == "pending" or one.status == "succeeded"
         assert eventually(lambda: intents(gateway, payment_id)[0].status == "succeeded")
         shop.run()
     finally:

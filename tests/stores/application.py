@@ -71,7 +71,7 @@ def charge(self: DeduplicatedTask, account: str, url: str, amount: int = 1) -> d
     return {"account": account, "amount": answer["amount"], "fence": self.fence}
 
 
-@app.task(base=DeduplicatedTask, bind=True, shared=False, name="stores.hurried", key="{account}", time_limit=1.5)
+@app.task(base=DeduplicatedTask, bind=True, shared=False, name="stores.hurried", key="{account}", time_limit=1.9)
 def hurried(self: DeduplicatedTask, account: str, url: str) -> str:
     """Has less time than a lease lasts in these tests."""
     call(url, idempotency_key=self.outside_key)

@@ -241,9 +241,10 @@ def test_what_postgres_refuses_of_one_partition_stops_it_alone_and_says_why(make
     streaming.broker.publish({"account": "b0", "tenant": "beta"})
     for number in range(200):
         streaming.broker.publish({"account": f"c{number}", "tenant": "beta"}, 1)
-    process = streaming.start(tenant="{event[tenant]}", batch=10)
+    process = streaming.start(tenant="{event[tenant]}", batch=2)
     streaming.wait_until_stopped("offset 0 cannot be handled: Postgres refuses it: CheckViolation: ")
-    eventually(lambda: len(streaming.entries()) == 200, timeout=10, what=process.log)
+    # with a pause at each turn, of half a second at least, a hundred turns would take longer
+    eventually(lambda: len(streaming.entries()) == 200, timeout=40, what=process.log)
     assert "acme_has_moved" in streaming.stopped()
     assert streaming.letters() == []
     assert "postgres_unavailable" not in process.log
