@@ -34,6 +34,8 @@ OF_SAGAS = (SAGA_MISMATCH, COMPENSATION_FAILED, RESULT_UNREADABLE, EffectUnknown
 # It belongs to no operation, whatever it says.
 UNSIGNED, ALTERED, BEYOND_LIMIT = "unsigned", "altered", "beyond_limit"
 UNHANDLED = "unhandled"
+# It is a copy, and not how its operation ends.
+EXPIRED_EARLY = "expired_early"
 # Its tenant is of another cell.
 OTHER_CELL = "other_cell"
 # Its key is another operation's.
@@ -54,6 +56,7 @@ OF_MESSAGES = {
     "invalid_key": "the idempotency key breaks a rule",
     "invalid_arguments": "the arguments do not fit the task, or are not JSON",
     "expired": "past its expires",
+    EXPIRED_EARLY: "expired in the broker by a time to live that its sender did not give it; its operation was not touched",
     "other_service": "in the outbox of another application, which is to run it",
     OTHER_CELL: "its tenant is of another cell than this one, or of none",
     "delivery_limit": "delivered too often without an answer: each delivery lost its worker or its connection",

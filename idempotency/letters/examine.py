@@ -111,7 +111,7 @@ def examine(app: Celery, message: Message) -> Examined:
     if type(version) is not int:
         return Examined("invalid_header")
     try:
-        times = {name: _time(app, headers[name]) for name in ("eta", "expires") if headers.get(name) is not None}
+        times = {name: time_of(app, headers[name]) for name in ("eta", "expires") if headers.get(name) is not None}
         hard, soft = headers.get("timelimit") or (None, None)
         float(hard or 0), float(soft or 0)
         _check_stamps(headers)

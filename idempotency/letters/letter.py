@@ -7,6 +7,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from itertools import islice
 from typing import Any
 
@@ -15,7 +16,7 @@ from kombu import Message as BrokerMessage
 
 from ..application import runtime_of
 from ..errors import CallRefused
-from ..reasons import ALTERED, BEYOND_LIMIT, OF_MESSAGES, OTHER_CELL, UNHANDLED, UNSIGNED
+from ..reasons import ALTERED, BEYOND_LIMIT, EXPIRED_EARLY, OF_MESSAGES, OTHER_CELL, UNHANDLED, UNSIGNED
 from ..store import letters
 from ..store.answers import error_text
 from ..store.letters import BrokerLetter
@@ -36,12 +37,14 @@ from ..wire.keys import OperationId
 from ..wire.message import Message, route_without_delay
 from ..worker.task import IdempotentTask
 from .death import Death, death_of
-from .examine import Examined
+from .examine import Examined, time_of
 
 # Messages without a visible defect: perhaps a worker of another version refused them.
 PERHAPS_A_DEPLOY = (
     "rejected", "unknown_task", "unknown_version", "invalid_arguments", "missing_key", "invalid_key", "other_service",
 )  # fmt: skip
+# How far the clocks of who sends, of the broker and of the relay may be apart.
+CLOCKS_APART = timedelta(minutes=1)
 # The header that says that a body is not text and is stored as base64.
 BODY_HEADER = "idempotency-body"
 # Of a message beyond a limit, what is kept: bytes of its body, and headers of one value, cut.
@@ -149,9 +152,20 @@ def was_allowed_to_expire(app: Celery, message: BrokerMessage) -> bool:
     return is_plain and death_of(message.headers).reason == "expired"
 
 
+def has_expired_early(app: Celery, message: BrokerMessage) -> bool:
+    """Whether a signed message died of a time to live that its sender did not give it: AMQP's `expiration` is not signed.
+
+    Whoever can publish to a queue may have copied it. Its operation is delivered by the original.
+    """
+    death, expires = death_of(message.headers), message.headers.get("expires")
+    if not (runtime_of(app).settings.message_secrets and death.reason == "expired" and death.had_expiration):
+        return False
+    return expires is None or time_of(app, expires) > datetime.now(UTC) + CLOCKS_APART
+
+
 def reason_of(message: BrokerMessage, examined: Examined) -> str:
     death = death_of(message.headers).reason
-    if examined.reason in ("other_service", "stale", OTHER_CELL, UNHANDLED, UNSIGNED, ALTERED, BEYOND_LIMIT):
+    if examined.reason in ("other_service", "stale", EXPIRED_EARLY, OTHER_CELL, UNHANDLED, UNSIGNED, ALTERED, BEYOND_LIMIT):
         return examined.reason  # however it died, this application must not end what it names
     if death in ("delivery_limit", "maxlen"):
         return str(death)

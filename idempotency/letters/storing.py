@@ -12,7 +12,7 @@ from ..application import runtime_of
 from ..attempt.policy import Policy
 from ..errors import CallRefused, UnknownVersion
 from ..observe.logs import log
-from ..reasons import UNHANDLED
+from ..reasons import EXPIRED_EARLY, UNHANDLED
 from ..store import claims, letters, outbox, undelivered
 from ..store.letters import BrokerLetter
 from ..store.statements import describe, repeatable
@@ -27,6 +27,7 @@ from .letter import (
     PERHAPS_A_DEPLOY,
     body_of,
     dead_of,
+    has_expired_early,
     letter_of,
     reason_of,
     shown,
@@ -59,6 +60,8 @@ def store(
         log.info("expired", task=shown(message.headers.get("task")))
         return None
     examined = examine(app, message)
+    if examined.id is not None and examined.reason is None and has_expired_early(app, message):
+        examined = Examined(EXPIRED_EARLY, examined.task)
     fingerprints: list[str] = []
     if examined.id is not None:
         try:

@@ -18,7 +18,7 @@ from ..attempt.opening import open_record
 from ..errors import ChangeRefused, NotAllowed, NotAuthenticated, ReplayRefused, SettingsError
 from ..identities import looks_like, may
 from ..letters.editing import edited
-from ..reasons import ALTERED, OTHER_CELL, UNSIGNED
+from ..reasons import ALTERED, EXPIRED_EARLY, OTHER_CELL, UNSIGNED
 from ..store import archive, dead_letters, discards, edits, erasure, operations
 from ..store.letter_messages import NEVER, stored_message
 from ..store.outbox import EXTERNAL
@@ -34,7 +34,9 @@ from .people import Person
 from .replay import check_signature
 
 # Letters whose message is not this application's to correct, or of which nobody knows what has become.
-NOT_OURS = (UNSIGNED, ALTERED, OTHER_CELL, "other_service", "stale", "unknown_version", "unknown_task", "missing_task")
+NOT_OURS = (
+    UNSIGNED, ALTERED, EXPIRED_EARLY, OTHER_CELL, "other_service", "stale", "unknown_version", "unknown_task", "missing_task",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
