@@ -188,7 +188,8 @@ def _is_envelope(payload: object) -> bool:
     return False
 
 
-def _time(app: Celery, value: Any) -> datetime:
+def time_of(app: Celery, value: Any) -> datetime:
+    """A time as Celery reads it from a header. Raises `ValueError`, `TypeError` and others for what is none."""
     time: datetime = maybe_make_aware(maybe_iso8601(value), app.timezone)
     time.timestamp()
     return time
