@@ -119,17 +119,24 @@ def template(servers: services.Services) -> Iterator[str]:
     servers.drop_database(name)
 
 
+@pytest.fixture(scope="session")
+def maintenance_database(servers: services.Services) -> Iterator[Engine]:
+    """Where databases are made and dropped: one connection for all tests, and another after a test that has restarted the server."""
+    engine = create_engine(servers.database_url, isolation_level="AUTOCOMMIT", pool_size=1, pool_pre_ping=True)
+    yield engine
+    engine.dispose()
+
+
 @pytest.fixture
-def database(servers: services.Services, template: str) -> Iterator[str]:
+def database(servers: services.Services, maintenance_database: Engine, template: str) -> Iterator[str]:
     """The address of a fresh database with the library's tables and two of the test's own."""
     name = f"test_{uuid4().hex[:12]}"
-    admin = create_engine(servers.database_url, isolation_level="AUTOCOMMIT")
-    with admin.connect() as connection:
+    with maintenance_database.connect() as connection:
         # the default writes all of the template to the WAL
         connection.execute(text(f"CREATE DATABASE {name} TEMPLATE {template} STRATEGY FILE_COPY"))
-    admin.dispose()
     yield make_url(servers.database_url).set(database=name).render_as_string(hide_password=False)
-    servers.drop_database(name)
+    with maintenance_database.connect() as connection:
+        connection.execute(text(f"DROP DATABASE IF EXISTS {name} WITH (FORCE)"))
 
 
 @pytest.fixture

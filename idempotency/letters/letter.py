@@ -165,7 +165,16 @@ def has_expired_early(app: Celery, message: BrokerMessage) -> bool:
 
 def reason_of(message: BrokerMessage, examined: Examined) -> str:
     death = death_of(message.headers).reason
-    if examined.reason in ("other_service", "stale", EXPIRED_EARLY, OTHER_CELL, UNHANDLED, UNSIGNED, ALTERED, BEYOND_LIMIT):
+    if examined.reason in (
+        "other_service",
+        "stale",
+        EXPIRED_EARLY,
+        OTHER_CELL,
+        UNHANDLED,
+        UNSIGNED,
+        ALTERED,
+        BEYOND_LIMIT,
+    ):
         return examined.reason  # however it died, this application must not end what it names
     if death in ("delivery_limit", "maxlen"):
         return str(death)

@@ -125,6 +125,7 @@ def test_closing_waits_for_events_that_sagas_have_not_been_told_of(
     assert scalar(engines["eu"], "SELECT count(*) FROM idempotency.saga_events WHERE NOT signalled") == 0
 
 
+@pytest.mark.long
 def test_after_a_move_the_old_cells_application_is_renamed_once_the_rows_are_deleted(
     serve: Serve, cells: Cells, engines: dict[str, Engine]
 ) -> None:
@@ -157,6 +158,7 @@ def test_after_a_move_the_old_cells_application_is_renamed_once_the_rows_are_del
     assert left == [0] * 7
 
 
+@pytest.mark.long
 def test_a_move_between_databases_of_other_date_styles_changes_no_time(
     serve: Serve, cells: Cells, engines: dict[str, Engine]
 ) -> None:
@@ -187,6 +189,7 @@ def test_what_is_copied_has_no_type_whose_text_depends_on_another_setting(engine
     assert types - SAME_EVERYWHERE == {"timestamp with time zone"}
 
 
+@pytest.mark.long
 def test_a_tenant_that_is_moved_there_and_back_is_charged_nothing_twice(
     serve: Serve, cells: Cells, engines: dict[str, Engine], count: Count, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -382,6 +382,7 @@ BROKEN: dict[str, tuple[str, list[tuple[str, ...]], list[Accepted], dict[str, An
 }
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_broken_invariant_is_reported(engine: Engine, hand: Hand, name: Any) -> None:
     invariant, transactions, accepted, evidence = BROKEN[name]

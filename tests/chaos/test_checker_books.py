@@ -33,6 +33,8 @@ from tests.chaos.hand import (
     reported,
 )
 
+pytestmark = pytest.mark.long
+
 EFFECTS = "UPDATE idempotency.records SET effects = cast(:effects AS jsonb) WHERE :row"
 # What is only known when it is undone: a step's row, and its reversal.
 RESERVE = "INSERT INTO entries (account, amount) VALUES ('a/reserved', 1)"

@@ -25,6 +25,8 @@ from tests.chaos.hand import (
     reported,
 )
 
+pytestmark = pytest.mark.long
+
 # Nothing brings a request but its client.
 ASK = CLAIM.replace("'{\"m\": 1}'", "''")
 ANSWER = COMPLETE.replace("'{\"ok\": 1}'", "cast(:stored AS text)").replace(

@@ -108,6 +108,7 @@ def test_a_run_with_kills_failures_duplicates_and_a_replay_is_clean(relayed: Any
     assert counts.takeovers >= len(POINTS) - 2  # those that were killed between their claim and their end
 
 
+@pytest.mark.long
 def test_the_lines_of_a_worker_name_its_pool_process(relayed: Any) -> None:
     worker = relayed.worker().wait_until_ready()
     relayed.send(bank.deposit, "a")

@@ -16,6 +16,8 @@ from tests.chaos.evidence import Answer
 from tests.chaos.requests import Requests, is_final
 from tests.support.processes import eventually
 
+pytestmark = pytest.mark.long
+
 Answering = Callable[[str, dict[str, Any], int], tuple[int, dict[str, Any]]]
 TYPES = "urn:idempotency:problem:"
 

@@ -177,6 +177,7 @@ def test_the_image_runs_as_the_user_that_the_pods_name() -> None:
     assert users == {int(uid)}
 
 
+@pytest.mark.long
 def test_every_queue_is_consumed_by_one_deployment(shown: Any) -> None:
     consumed = [queue for each in consumers().values() for queue in each]
     assert sorted(consumed) == shown["queues"]

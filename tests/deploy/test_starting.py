@@ -83,6 +83,7 @@ def make_secrets(**given: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.long
 def test_the_users_of_redis_are_for_the_hints_of_the_pods() -> None:
     made = {each["metadata"]["name"]: each["stringData"] for each in json.loads(make_secrets().stdout)["items"]}
     users, prefix = made["redis-users"], hint_name(OperationId("default", "a", "b"), OWNER).rpartition(":")[0]
@@ -126,6 +127,7 @@ def refusal(command: list[str]) -> str:
     return done.stderr
 
 
+@pytest.mark.long
 def test_every_command_of_the_page_is_one_of_kubectl() -> None:
     commands = page_commands()
     assert len(commands) >= 12

@@ -25,6 +25,7 @@ WRONG = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("wrong", WRONG)
 def test_an_error_of_the_orm_about_data_quotes_no_row(app: Celery, deliveries: Deliveries, wrong: str) -> None:
     statement, named = WRONG[wrong]

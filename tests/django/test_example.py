@@ -95,6 +95,7 @@ def test_the_change_is_at_most_ten_lines() -> None:
     assert len(new) + max(deleted, 0) <= 10, changed
 
 
+@pytest.mark.long
 def test_before_a_repeated_message_awards_the_points_again(manage: Manage, points: Callable[[], int | None]) -> None:
     manage("before", "migrate", "--verbosity", "0")
     manage("before", "shell", stdin="import shop.celery; shop.celery.app.conf.task_always_eager = True\n" + ORDERS)

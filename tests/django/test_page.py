@@ -6,6 +6,8 @@ import re
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.django.test_example import EXAMPLE, Manage, database, manage
 from tests.support.documents import every_block
 
@@ -33,6 +35,7 @@ def test_the_settings_of_the_page_are_those_of_the_example() -> None:
     assert "idempotency.contrib.django.backend.IdempotentBackend" in tasks
 
 
+@pytest.mark.long
 def test_the_code_of_the_page_runs(manage: Manage) -> None:
     manage("after", "migrate", "--verbosity", "0")
     (typed,) = [block.text for block in every_block("docs/types.md") if block.language == "python django"]

@@ -96,6 +96,7 @@ def test_more_open_letters_than_the_limit_are_an_alarm_of_their_own(
     assert len(receiver.texts) == 2
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("told_before", [False, True], ids=["new", "told lately"])
 def test_many_forged_letters_hold_up_no_alert_about_another(
     alerting: Celery, receiver: Receiver, connection: Connection, told_before: bool
@@ -174,6 +175,7 @@ def test_rows_that_the_broker_keeps_refusing_alert_from_the_fifth_try(
     assert len(receiver.texts) == 2
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("trouble", ["500", "redirect", "silent", "gone"])
 def test_a_failing_receiver_delays_nothing_and_gets_its_alert_later(
     alerting: Celery, receiver: Receiver, connection: Connection, trouble: str, caplog: pytest.LogCaptureFixture
@@ -353,6 +355,7 @@ class Login:
 
 
 # aiosmtpd does not count the TLS of smtps as such
+@pytest.mark.few(3)
 @pytest.mark.filterwarnings("ignore:Requiring AUTH while not requiring TLS")
 @pytest.mark.parametrize("scheme", ["smtp", "smtps"])
 @pytest.mark.parametrize("trouble", [None, "unknown certificate", "wrong password", "no TLS"])

@@ -191,6 +191,7 @@ def test_setup_brings_the_rows_back_before_each_scenario(
 # ---------------------------------------------------------------- tasks that are wrong
 
 
+@pytest.mark.long
 def test_a_separate_session_is_found_by_the_row_it_leaves_twice(
     define: Callable[..., Any], report: Callable[..., Any], own_engine: Engine
 ) -> None:
@@ -238,6 +239,7 @@ def test_a_call_outside_of_an_effect_is_found_by_its_second_time(
     assert "a call outside self.effect" in said
 
 
+@pytest.mark.long
 def test_a_call_outside_of_an_effect_is_found_even_under_one_key(
     define: Callable[..., Any], report: Callable[..., Any], call: Callable[..., Any]
 ) -> None:
@@ -273,6 +275,7 @@ def test_a_random_key_outside_is_found(
     assert "calls.key" in said
 
 
+@pytest.mark.long
 def test_an_effect_whose_name_changes_with_the_attempt_is_found(
     define: Callable[..., Any], report: Callable[..., Any], call: Callable[..., Any]
 ) -> None:
@@ -334,6 +337,7 @@ def test_a_key_that_differs_with_each_call_is_found(
     assert "made from the clock, a random value or a counter" in said
 
 
+@pytest.mark.long
 def test_a_message_sent_past_the_outbox_is_found(define: Callable[..., Any], report: Callable[..., Any]) -> None:
     def sending(self: Any, name: str) -> None:
         deposit.delay(f"{name}/next")
@@ -345,6 +349,7 @@ def test_a_message_sent_past_the_outbox_is_found(define: Callable[..., Any], rep
     assert "delay() or apply_async() in the body" in said
 
 
+@pytest.mark.long
 def test_a_message_enqueued_in_a_separate_session_is_found(
     define: Callable[..., Any], report: Callable[..., Any], own_engine: Engine
 ) -> None:
@@ -358,6 +363,7 @@ def test_a_message_enqueued_in_a_separate_session_is_found(
     assert "Give it self.session" in said
 
 
+@pytest.mark.long
 def test_a_result_that_counts_the_runs_is_found(define: Callable[..., Any], report: Callable[..., Any]) -> None:
     def counting_runs(self: Any, name: str) -> Any:
         self.session.execute(ROW)
@@ -585,6 +591,7 @@ def test_a_transaction_left_open_in_the_test_is_said(
             assert_idempotent(deposit, "a", tables=["entries"])
 
 
+@pytest.mark.long
 def test_an_error_of_the_body_is_an_outcome_like_any_other(
     define: Callable[..., Any], report: Callable[..., Any], own_engine: Engine
 ) -> None:

@@ -97,6 +97,7 @@ def test_what_waits_is_committed_in_one_transaction(
     assert queued(bank) == 0
 
 
+@pytest.mark.long
 def test_less_than_a_batch_waits_no_longer_than_it_may(send: Any, start: Any, engine: Engine) -> None:
     start()
     accounts = send(3)
@@ -164,6 +165,7 @@ def test_one_that_cannot_stay_costs_the_others_nothing(
             assert other.attempts == 1
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("point", "action", "task"),
     [
@@ -186,6 +188,7 @@ def test_a_process_that_dies_at_any_moment_loses_and_doubles_nothing(
     assert posted(engine) == dict.fromkeys(accounts, 1)
 
 
+@pytest.mark.long
 def test_one_that_ends_its_thread_keeps_no_other(send: Any, processes: Processes, engine: Engine, relay: Any) -> None:
     """In a pool of threads, what would end a process comes to the worker as an exception."""
     send(3, e01="exit")
@@ -194,6 +197,7 @@ def test_one_that_ends_its_thread_keeps_no_other(send: Any, processes: Processes
     assert {name: count for name, count in posted(engine).items() if name != "e01"} == {"e00": 1, "e02": 1}
 
 
+@pytest.mark.long
 def test_a_holder_that_is_overtaken_commits_nothing(
     send: Any, start: Any, engine: Engine, environment: dict[str, str], relay: Any
 ) -> None:
@@ -214,6 +218,7 @@ def test_a_holder_that_is_overtaken_commits_nothing(
     assert statuses(engine)["e02"] == "started"
 
 
+@pytest.mark.long
 def test_another_tenant_has_its_own_transaction(start: Any, engine: Engine, bank: Celery, entries: Entries) -> None:
     for number in range(4):
         for tenant in ("one", "two"):
@@ -226,6 +231,7 @@ def test_another_tenant_has_its_own_transaction(start: Any, engine: Engine, bank
         assert {row.tenant for row in tenants} == {"one", "two"}
 
 
+@pytest.mark.long
 def test_a_message_that_is_revoked_ends_alone(
     send: Any, start: Any, engine: Engine, record: Record, bank: Celery
 ) -> None:

@@ -74,6 +74,7 @@ def test_a_body_that_runs_again_gets_its_arguments_as_they_were_sent(bank: Celer
     assert states(engine) == {"e0": "completed", "e1": "completed", "e2": "completed", "e3": "failed"}
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize(
     "setting",
     [

@@ -154,6 +154,7 @@ def test_code_of_0011_may_run_on_the_tables_of_0012(empty: Engine) -> None:
         assert schema._compatible_from(connection) == "0011"
 
 
+@pytest.mark.long
 def test_rows_of_before_survive_the_migration_and_the_way_back(bank: Celery, empty: Engine) -> None:
     schema.migrate(empty, "0011")
 

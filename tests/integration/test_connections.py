@@ -299,6 +299,7 @@ def a_person_s_change(runtime: Runtime) -> None:
         connection.exec_driver_sql("UPDATE idempotency.records SET duplicates = duplicates + 1")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("commit", WAYS.values(), ids=WAYS.keys())
 def test_a_commit_unconfirmed_by_a_synchronous_standby_is_not_believed(
     unconfirmed: Celery, commit: Callable[[Runtime], None]

@@ -185,6 +185,7 @@ def test_a_later_delivery_that_is_refused_comes_back_too(
     assert op.record(connection, ID).status == "released"
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("state", [op.started, op.expired, op.completed, op.failed])
 @pytest.mark.parametrize("known", [True, False])
 def test_a_copy_of_what_is_started_or_has_ended_does_not_come_back(

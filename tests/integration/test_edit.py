@@ -278,6 +278,7 @@ def test_a_body_that_could_not_be_read_is_replaced(
 # ---------------------------------------------------------------- what is refused
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("given", "why"),
     [

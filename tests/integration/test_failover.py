@@ -210,6 +210,7 @@ def works(hints: Hints) -> bool:
     return hints.take(id, "a" * 32, fingerprint) is Hint.FREE and hints.take(id, "b" * 32, fingerprint) is Hint.HELD
 
 
+@pytest.mark.long
 def test_hints_follow_the_primary_and_the_doctor_counts_the_sentinels(trio: SentinelSet, hints: Hints) -> None:
     settings = Settings.read({"database_url": "postgresql+psycopg://127.0.0.1/shop", "redis_url": trio.url})
     assert settings.redis_url is not None
@@ -236,6 +237,7 @@ def test_hints_follow_the_primary_and_the_doctor_counts_the_sentinels(trio: Sent
         each.start()
 
 
+@pytest.mark.long
 def test_hints_come_back_after_the_primary_was_killed(trio: SentinelSet, hints: Hints) -> None:
     assert works(hints)
     former = trio.primary

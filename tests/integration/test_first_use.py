@@ -20,6 +20,7 @@ from idempotency.testing import AssertIdempotent, RecordingServer
 from tests.support.broker_users import virtual_host
 
 
+@pytest.mark.long
 def test_the_first_check_migrates_an_empty_test_database(servers: services.Services) -> None:
     name = f"first_test_{uuid4().hex[:8]}"
     url = servers.create_database(name)

@@ -67,6 +67,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], list[str | None]]] = {
 }
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("embedded", ["chain", "callbacks"])
 @pytest.mark.parametrize("case", REFUSED)
 def test_a_refused_call_after_a_task_is_kept_and_does_not_fail_it(

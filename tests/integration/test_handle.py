@@ -122,6 +122,7 @@ def test_waiting_outlasts_an_outage_of_postgres(bank: Celery, database: str, con
         close_runtime(bank)
 
 
+@pytest.mark.long
 def test_a_long_wait_asks_seldom_and_holds_no_connection_between_two_looks(
     bank: Celery, connection: Connection
 ) -> None:

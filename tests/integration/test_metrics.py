@@ -153,6 +153,7 @@ def test_the_endpoint_shows_what_waits_in_the_database(
         }
 
 
+@pytest.mark.long
 def test_a_broker_that_is_away_leaves_its_gauges_out(bank: Celery, environment: dict[str, str], tmp_path: Path) -> None:
     away = environment | {"BROKER_URL": "amqp://guest:guest@127.0.0.1:1//"}
     with endpoint(tmp_path, "-A", "tests.support.bank", **away) as url:
@@ -279,6 +280,7 @@ def run(port: int, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*COMMAND, str(port)], env=bare | environment, capture_output=True, text=True, timeout=30)
 
 
+@pytest.mark.long
 def test_without_a_shared_directory_one_line_says_so() -> None:
     done = run(free_port())
     assert done.returncode == 1

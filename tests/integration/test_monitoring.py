@@ -47,6 +47,7 @@ def test_promtool_accepts_the_rules(tmp_path: Path) -> None:
     assert promtool("check", "rules", str(tmp_path / "short.yml")).returncode == 0
 
 
+@pytest.mark.long
 def test_promtool_finds_each_alert_silent_and_firing() -> None:
     done = promtool("test", "rules", "rules_test.yml")
     assert done.returncode == 0, done.stdout + done.stderr

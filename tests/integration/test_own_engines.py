@@ -250,6 +250,7 @@ def test_on_failed_is_told_in_a_session_of_the_application_s_own_class(
     assert entries("failure by nobody") == 1
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("end", ["commit", "close", "begin"])
 def test_the_attempt_alone_commits_a_session_of_any_class(
     changed: Celery, deliveries: Deliveries, record: Record, entries: Entries, end: str

@@ -69,6 +69,7 @@ def test_a_killed_worker_leaves_its_row_until_a_successor_comes(
     assert (successor.name, len(seen(connection, "worker"))) == (left.name, 1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "end"),
     [

@@ -260,6 +260,7 @@ def test_a_row_that_is_not_published_or_not_settled_is_never_purged(
     assert len(op.outbox(connection, id)) == 1 - expected
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("of_row", [False, True], ids=["of its operation", "of the row"])
 @pytest.mark.parametrize("columns", SETTLED_ALONE.values(), ids=SETTLED_ALONE)
 def test_an_open_dead_letter_keeps_its_row(

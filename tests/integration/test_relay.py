@@ -255,6 +255,7 @@ def test_a_row_whose_queue_comes_back_is_published(
     assert keys(drained(bank)) == ["astray"]
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     "broken",
     [

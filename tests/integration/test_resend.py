@@ -452,6 +452,7 @@ DONE = {
 }
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("empty", [None, lambda _: 0], ids=["first in, first out", "counted"])
 @pytest.mark.parametrize("becomes", DONE, ids=lambda becomes: becomes.__name__)
 def test_a_row_that_raises_keeps_no_other_from_its_judgement(

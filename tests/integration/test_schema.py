@@ -68,6 +68,7 @@ def test_migrating_twice_changes_nothing(empty: Engine) -> None:
         assert connection.execute(text("SELECT nextval('idempotency.fence')")).scalar_one() == 2
 
 
+@pytest.mark.long
 def test_four_callers_at_once_migrate_once(empty: Engine) -> None:
     revisions = at_once(4, lambda _: schema.migrate(empty))
     assert len(set(revisions)) == 1

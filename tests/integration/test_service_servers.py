@@ -119,6 +119,7 @@ def test_postgres_and_redis_refuse_a_wrong_password(light: services.Services) ->
         client.ping()
 
 
+@pytest.mark.long
 def test_postgres_keeps_its_port_and_what_was_committed_across_a_kill(light: services.Services) -> None:
     url = light.create_database("kept")
     query(url, "CREATE TABLE things AS SELECT 42 AS thing")
@@ -179,6 +180,7 @@ def test_rabbitmq_keeps_vhosts_queues_and_messages_across_a_kill() -> None:
     assert not epmd.is_running() or epmd.status() == psutil.STATUS_ZOMBIE
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "name", ["postgres", "redis", pytest.param("rabbitmq", marks=[needs_rabbitmq, pytest.mark.long])]
 )
@@ -198,6 +200,7 @@ def test_a_paused_server_is_silent_until_it_is_resumed(name: str) -> None:
         server.wait_until_ready()
 
 
+@pytest.mark.long
 def test_a_paused_server_can_be_stopped_and_started_again(light: services.Services) -> None:
     light.postgres.pause()
     light.postgres.stop()
@@ -206,6 +209,7 @@ def test_a_paused_server_can_be_stopped_and_started_again(light: services.Servic
     assert light.postgres.answers()
 
 
+@pytest.mark.long
 def test_restart_shuts_down_in_order_and_starts_another_process(light: services.Services) -> None:
     pid = light.postgres.pid
     light.postgres.restart()
@@ -258,6 +262,7 @@ def test_without_rabbitmq_a_second_redis_is_the_broker(
     assert "using a second Redis as the broker" in capsys.readouterr().err
 
 
+@pytest.mark.long
 @pytest.mark.few(1)
 @pytest.mark.parametrize("paused", [False, True])
 def test_the_servers_end_when_their_owner_is_killed(paused: bool) -> None:
@@ -289,6 +294,7 @@ def test_a_server_that_cannot_start_says_why_without_its_password(tmp_path: Path
     assert server.password not in str(caught.value)
 
 
+@pytest.mark.long
 def test_a_directory_keeps_data_and_password_but_not_a_taken_port(tmp_path: Path) -> None:
     with services.running(tmp_path, needs=["postgres"]) as s:
         query(s.create_database("kept"), "CREATE TABLE things ()")

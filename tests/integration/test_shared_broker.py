@@ -209,6 +209,7 @@ def test_what_names_an_application_that_nobody_has_heard_of_is_kept_without_endi
         broker.default_channel.queue_declare("dead_letters.orders", passive=True)
 
 
+@pytest.mark.long
 def test_what_names_nobody_in_a_dead_letter_queue_that_two_have_chosen_is_left_to_the_other_for_a_while(
     start: Start, connection: Connection, others: Connection
 ) -> None:

@@ -137,6 +137,7 @@ def test_a_file_that_cannot_be_written_is_logged_once_and_ends_nothing(
     assert (answer.status, answer.error) == (1, f"idempotency: {tmp_path}: Is a directory\n")
 
 
+@pytest.mark.long
 def test_a_database_that_takes_a_statement_and_never_answers_makes_nobody_look_hung(
     bank: Celery, tmp_path: Path, run: Run
 ) -> None:

@@ -195,6 +195,7 @@ def test_the_doctor_says_whether_messages_are_signed(bank: Celery, servers: Any)
     assert json.dumps(SECRET) not in json.dumps(bank.conf.humanize(with_defaults=False))
 
 
+@pytest.mark.long
 def test_a_message_whose_key_became_another_type_is_altered_and_sent_again(
     bank: Celery,
     processes: Processes,
@@ -245,6 +246,7 @@ def test_a_message_whose_encoding_was_changed_is_altered(
     assert (letter.reason, letter.task, letter.key, letter.outbox_id) == ("altered", None, None, None)
 
 
+@pytest.mark.long
 def test_what_is_nested_in_the_headers_is_never_taken_for_what_is_signed(
     bank: Celery,
     processes: Processes,
@@ -316,7 +318,7 @@ def test_a_copy_that_is_made_to_expire_ends_nothing_and_the_original_runs(
     assert statuses == ["completed"]
 
 
-@pytest.mark.parametrize("minutes, reason", [(0, "expired"), (60, "expired_early")])
+@pytest.mark.parametrize(("minutes", "reason"), [(0, "expired"), (60, "expired_early")])
 def test_a_message_expires_when_its_sender_has_said_and_not_earlier(
     bank: Celery, letters: Callable[[int], Any], minutes: int, reason: str
 ) -> None:

@@ -237,6 +237,7 @@ def test_the_first_try_waits_less_for_a_lock_than_later_ones(
     assert keys_of_letters(connection) == [("a1", "rejected")]
 
 
+@pytest.mark.long
 @pytest.mark.plain
 def test_more_letters_than_may_be_held_wait_and_others_go_on(
     bank: Celery, consumer: DeadLetterConsumer, connection: Connection, engine: Engine, monkeypatch: pytest.MonkeyPatch

@@ -298,6 +298,7 @@ def name_another(session: Session, way: str) -> None:
             session.execute(text("SELECT \"idempotency\".about ('other')"))
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("fails", [False, True], ids=["", "behind savepoints"])
 @pytest.mark.parametrize("way", ["enqueue", "on the driver", "parameter", "literal", "before the commit"])
 def test_a_tenant_that_one_body_of_a_batch_names_is_hidden_from_the_next(

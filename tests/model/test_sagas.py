@@ -117,6 +117,7 @@ def test_a_program_of_sagas_that_needs_its_safeguard_passes_with_it(machine: Sag
     run(machine, SAFEGUARDS[name][0])
 
 
+@pytest.mark.long
 @pytest.mark.few(2)
 @pytest.mark.parametrize("name", SAFEGUARDS)
 def test_a_program_of_sagas_tells_when_its_safeguard_is_gone(machine: Sagas, name: str) -> None:

@@ -66,6 +66,7 @@ def test_a_replayed_letter_does_not_swallow_the_next_failure_of_its_row(machine:
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("later", [True, False])
 def test_a_second_call_after_a_replay_hides_none_of_its_deliveries(machine: Machine, later: bool) -> None:
     run(

@@ -24,6 +24,8 @@ from tests.orders.test_restore import configured
 from tests.support.operators import ANN
 from tests.support.sandbox import faults
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(autouse=True)
 def _fresh(shop: Shop) -> None:

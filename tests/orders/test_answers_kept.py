@@ -17,6 +17,8 @@ from tests.orders.test_report_doubts import of_refund, posted_net, silent_refund
 from tests.orders.test_reports import captured, operation, refund, report, settle
 from tests.orders.test_reserved import give_up, in_doubt, lost, resolve, row_of
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(autouse=True)
 def _fresh(shop: Shop) -> None:

@@ -200,6 +200,7 @@ def test_the_warehouse_ends_the_same_in_every_permutation(
 STRIDES = pytest.mark.parametrize("stride", [3, pytest.param(1, marks=pytest.mark.long)])
 
 
+@pytest.mark.few(1)
 @STRIDES
 @pytest.mark.parametrize(
     ("events", "statuses"),
@@ -230,6 +231,7 @@ def test_orders_end_the_same_in_every_permutation(
     assert found == statuses
 
 
+@pytest.mark.long
 @STRIDES
 @pytest.mark.parametrize("cancelled", [False, True])
 def test_payments_end_the_same_in_every_permutation(shop: Shop, cancelled: bool, stride: int) -> None:

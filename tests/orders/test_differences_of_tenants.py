@@ -11,6 +11,8 @@ from sqlalchemy import text
 from tests.orders.shop import Shop
 from tests.orders.test_reconciliation import found
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(autouse=True)
 def _fresh(shop: Shop) -> None:

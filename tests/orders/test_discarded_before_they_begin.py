@@ -22,6 +22,8 @@ from tests.orders.test_discarded_letters import REFUND, reserved
 from tests.orders.test_reserved import refunded, row_of, seen
 from tests.support.operators import ANN
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(autouse=True)
 def _fresh(shop: Shop) -> None:

@@ -26,6 +26,8 @@ from tests.orders.test_reserved import refunded, row_of, seen
 from tests.support.operators import ANN
 from tests.support.sandbox import faults
 
+pytestmark = pytest.mark.long
+
 REFUND = "refunds.refund_payment"
 
 

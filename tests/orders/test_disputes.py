@@ -149,6 +149,7 @@ def test_in_one_tenant_it_is_the_payment_that_has_the_charge_and_not_the_one_tha
         )
 
 
+@pytest.mark.long
 def test_one_whose_charge_is_locked_holds_up_nothing_else(shop: Shop, gateway: Any) -> None:
     """The rest is compared, and what could not be done is told at the end."""
     from tasks import maintenance, settlement

@@ -18,6 +18,8 @@ from tests.orders.test_report_doubts import of_refund, posted_net, silent_refund
 from tests.orders.test_reports import captured, operation, refund, report, settle
 from tests.orders.test_reserved import give_up, lost, refunded, resolve, row_of, take_for_the_charge_of
 
+pytestmark = pytest.mark.long
+
 LOST = "lost_or_stolen_card"
 KEY = (
     "SELECT effects -> 'refund' ->> 'key' FROM idempotency.records WHERE key = :id AND task = 'refunds.refund_payment'"

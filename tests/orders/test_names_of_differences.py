@@ -16,6 +16,8 @@ from tests.orders.test_reconciliation import found, paid
 from tests.orders.test_refunds_of_others import submit
 from tests.support.operators import ANN, act
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(autouse=True)
 def _fresh(shop: Shop) -> None:

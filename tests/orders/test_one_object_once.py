@@ -19,6 +19,8 @@ from tests.orders.test_report_doubts import posted_net
 from tests.orders.test_reports import refund, report, settle
 from tests.orders.test_reserved import in_doubt, lost, resolve, row_of, take_for_the_charge_of
 
+pytestmark = pytest.mark.long
+
 
 def test_a_refund_at_the_site_of_any_tenant_is_no_difference(shop: Shop, gateway: Any) -> None:
     order = shop.order(tenant="t1")

@@ -20,6 +20,7 @@ def _fresh(shop: Shop) -> None:
     shop.forget()
 
 
+@pytest.mark.long
 def test_a_difference_has_one_open_letter_also_once_its_first_operation_is_purged(
     shop: Shop, gateway: Any, servers: Any
 ) -> None:

@@ -19,6 +19,8 @@ from tests.orders.test_reports import posted, refund, report, settle
 from tests.orders.test_restore import configured
 from tests.support.sandbox import faults
 
+pytestmark = pytest.mark.long
+
 
 def pay(shop: Shop) -> str:
     from tasks.payments import submit_payment

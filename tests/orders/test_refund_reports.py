@@ -14,6 +14,8 @@ from tests.orders.test_report_doubts import of_refund, posted_net, silent_refund
 from tests.orders.test_reports import captured, operation, refund, report, settle
 from tests.orders.test_reserved import give_up, refunded, resolve, row_of
 
+pytestmark = pytest.mark.long
+
 LOST = StoredRefusal("refund was refused: lost_or_stolen_card", "lost_or_stolen_card")
 
 

@@ -27,6 +27,8 @@ from tests.orders.test_restore import configured
 from tests.support.roles import url_of
 from tests.support.sandbox import faults
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(autouse=True)
 def _fresh(shop: Shop) -> None:

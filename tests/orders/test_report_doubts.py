@@ -24,6 +24,8 @@ from tests.orders.test_webhooks import NEW, event, post, signed
 from tests.support.edge import within
 from tests.support.operators import ANN
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(autouse=True)
 def _fresh(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,8 @@ from tests.orders.test_reports import captured, operation, refund, report, settl
 from tests.orders.test_reserved import give_up, in_doubt, lost, refunded, resolve, row_of
 from tests.support.sandbox import faults
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(autouse=True)
 def _fresh(shop: Shop) -> None:

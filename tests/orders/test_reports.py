@@ -126,6 +126,7 @@ def test_a_charge_whose_task_got_no_answer_is_settled_once_whoever_comes_first(s
     check_order(shop, order, "PROCESSING")
 
 
+@pytest.mark.long
 def test_reports_come_in_any_order_twice_and_late(shop: Shop) -> None:
     for seed, turns in enumerate(itertools.islice(itertools.permutations(range(4)), 0, None, 2)):
         order = slow_order(shop)

@@ -154,6 +154,7 @@ def test_a_refund_thought_refused_that_is_reported_as_made_is_counted_once(shop:
     assert (refunded(shop, order), shop.provider.count(shop.provider.refunds, order)) == (400, 1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("is_left", [True, False])
 def test_a_refund_thought_refused_that_a_person_has_found_is_reserved_again(shop: Shop, is_left: bool) -> None:
     """Their answer is corrected. Unless the amount was refunded otherwise meanwhile: then the dead letter says so."""
@@ -276,6 +277,7 @@ def change_some(shop: Shop, row: Any, chance: random.Random) -> None:
                     shop.replay(row.id)
 
 
+@pytest.mark.long
 def test_in_any_order_what_is_reserved_is_the_sum_of_what_may_have_moved(shop: Shop) -> None:
     moved: Counter[tuple[str, str]] = Counter()
     refunds = text(

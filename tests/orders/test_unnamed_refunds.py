@@ -13,6 +13,8 @@ from tests.orders.test_report_doubts import posted_net
 from tests.orders.test_reports import captured, operation, refund
 from tests.orders.test_webhooks import SHARED, post, standard
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(autouse=True)
 def _fresh(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -115,6 +115,7 @@ NOT_SIGNED: dict[str, Any] = {
 }
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("headers", NOT_SIGNED.values(), ids=NOT_SIGNED)
 def test_what_is_not_signed_is_refused_before_anything_is_read(
     shop: Shop, headers: Any, monkeypatch: pytest.MonkeyPatch

@@ -32,6 +32,8 @@ from tests.support.partitions import into_the_past, put_into_partitions
 from tests.support.purging import deliver_again
 from tests.support.roles import PASSWORDS, url_of
 
+pytestmark = pytest.mark.long
+
 PLAIN = text("SELECT relkind = 'r' FROM pg_class WHERE oid = 'idempotency.records'::regclass")
 OF_RECORDS = """
     SELECT regexp_replace(pg_get_indexdef(indexrelid), ' ON (ONLY )?\\S+ ', ' ON records '), indisvalid FROM pg_index

@@ -17,6 +17,7 @@ from tests.support import operations as op
 from tests.support.purging import past_its_time
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("style", ["SQL, DMY", "German"])
 @pytest.mark.parametrize("kind", ["plain", "partitioned"])
 def test_upkeep_goes_on(bank: Celery, plain: str, database: str, style: str, kind: str) -> None:

@@ -26,7 +26,7 @@ from tests.support.operations import completed, new_id
 from tests.support.partitions import into_the_past, put_into_partitions
 from tests.support.roles import PASSWORDS, url_of
 
-pytestmark = pytest.mark.plain
+pytestmark = [pytest.mark.plain, pytest.mark.long]
 
 PARTITIONED = "SELECT relkind = 'p' FROM pg_class WHERE oid = 'idempotency.records'::regclass"
 FUNCTION = "CREATE FUNCTION public.refuse() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN RAISE EXCEPTION 'no'; END $$;"

@@ -28,6 +28,8 @@ from tests.support.partitions import into_the_past, put_into_partitions
 from tests.support.processes import eventually
 from tests.support.purging import PUBLISHED, deliver_again, past_its_time
 
+pytestmark = pytest.mark.long
+
 BOUNDS: Any = {"retention": 3600.0, "horizon": 60.0, "limit": 1000}
 
 REFUSED = """

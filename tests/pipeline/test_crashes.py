@@ -174,6 +174,7 @@ def test_a_warm_shutdown_loses_nothing_and_doubles_nothing(
     assert [entries(account) for account in accounts] == [1] * len(accounts)
 
 
+@pytest.mark.long
 def test_a_duplicate_that_waits_comes_back_for_the_result(
     bank: Celery, worker: Worker, relay: Relay, entries: Entries, record: Record, environment: dict[str, str]
 ) -> None:
@@ -194,6 +195,7 @@ def test_a_duplicate_that_waits_comes_back_for_the_result(
     assert entries("a") == 1
 
 
+@pytest.mark.long
 def test_sixteen_copies_at_once_run_once(
     bank: Celery, processes: Processes, relay: Relay, entries: Entries, record: Record
 ) -> None:

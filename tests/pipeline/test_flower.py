@@ -115,6 +115,7 @@ def test_neither_flower_nor_remote_control_shows_arguments_of_what_runs_or_waits
     assert not any(secret in each for secret in (running, waiting) for each in shown)
 
 
+@pytest.mark.long
 def test_flower_follows_tasks_with_a_user_that_may_do_nothing_else(
     environment: dict[str, str],
     servers: services.Services,

@@ -170,7 +170,7 @@ def test_every_branch_is_taken() -> None:
     assert list(TAKEN) == list(BRANCHES)
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("branch", TAKEN)
 def test_a_return_ends_as_the_table_of_branches_says(shop: Returns, branch: str) -> None:
     return_id = TAKEN[branch](shop)

@@ -234,6 +234,7 @@ def one_return(shop: Returns, verdict: str, seed: int) -> None:
     assert shop.saga(return_id).status == "COMPLETED"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "verdict",
     ["APPROVED", pytest.param("DAMAGED", marks=pytest.mark.long), pytest.param("REJECTED", marks=pytest.mark.long)],

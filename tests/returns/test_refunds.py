@@ -42,6 +42,7 @@ def given_back(shop: Returns, order: str, verdict: str = "APPROVED") -> str:
     return return_id
 
 
+@pytest.mark.long
 def test_what_was_refunded_by_hand_before_is_not_refunded_again(shop: Returns) -> None:
     order = shop.bought()
     with shop.transaction() as session:

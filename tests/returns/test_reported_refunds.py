@@ -13,6 +13,8 @@ from tests.orders.test_reports import operation, settle
 from tests.orders.test_reserved import give_up, resolve
 from tests.returns.shop import Returns
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(autouse=True)
 def _fresh(shop: Returns) -> None:

@@ -28,6 +28,7 @@ def shop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StruckReturns]:
 BRANCHES = [(flow, branch) for flow in FLOWS for branch in FLOWS[flow].branches]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("flow", "branch"),
     [pytest.param(*each, marks=[pytest.mark.long] * (number % 9 > 0)) for number, each in enumerate(BRANCHES)],
@@ -42,6 +43,7 @@ def test_a_branch_comes_to_its_end_whoever_dies(shop: StruckReturns, flow: str, 
     assert len(struck.missed) < len(chosen)
 
 
+@pytest.mark.long
 def test_a_provider_that_acts_twice_is_seen(shop: StruckReturns, monkeypatch: pytest.MonkeyPatch) -> None:
     flow = FLOWS["orders"]
     clean = undisturbed(shop, flow, "processed", times=1)

@@ -205,6 +205,7 @@ FROM generate_series(1, 50000) n
 """
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("which", ["store a failure", "end of a saga", "replay", "undone by hand"])
 def test_closed_letters_of_an_operation_are_found_by_an_index(stage: Stage, which: str) -> None:
     of = {"tenant": "default", "task": "t", "key": "k"}

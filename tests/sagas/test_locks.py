@@ -30,6 +30,8 @@ from tests.sagas.test_replayed_calls import found
 from tests.support.operations import deaths
 from tests.support.operators import ANN, act
 
+pytestmark = pytest.mark.long
+
 
 def both(first: Any, second: Any) -> list[tuple[str, str]]:
     errors: list[tuple[str, str]] = []

@@ -147,6 +147,7 @@ UNSEEN: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize(
     ("misuse", "is_caught"), [*((each, True) for each in MISUSES), *((each, False) for each in MISUSES | UNSEEN)]
 )

@@ -384,6 +384,7 @@ STRETCHES = (
 )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "stretch",
     [
@@ -457,7 +458,7 @@ RACES: tuple[tuple[Any, Sequence[tuple[Any, str, str]]], ...] = (
 )
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("race", dict.fromkeys(race for race, _ in RACES), ids=lambda race: race.__name__)
 def test_in_every_order_one_wins_and_nothing_is_lost(stage: Stage, arena: Ring, race: Any) -> None:
     made, ends = race(stage, arena), set()
@@ -467,6 +468,7 @@ def test_in_every_order_one_wins_and_nothing_is_lost(stage: Stage, arena: Ring, 
     assert ends == made.ends
 
 
+@pytest.mark.long
 @pytest.mark.few(3)
 @pytest.mark.parametrize(("race", "edits"), [(race, edits) for race, edits in RACES if edits])
 def test_without_what_decides_a_race_some_order_is_wrong(stage: Stage, arena: Ring, race: Any, edits: Any) -> None:
@@ -490,6 +492,7 @@ def wrong_with(arena: Ring, race: Race, played: Played) -> list[str]:
     return found + [f"it has ended as {end.what}"] * (end.what not in race.ends) + race.wrong(played, end)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("max_attempts", [1, pytest.param(3, marks=pytest.mark.long)])
 def test_a_replay_beside_the_end_of_the_saga_ends_no_attempt(stage: Stage, arena: Ring, max_attempts: int) -> None:
     """The saga has caught the failure and is about to complete. Both lock the saga before the letter."""

@@ -40,6 +40,7 @@ def failing_once(error: Exception) -> Callable[[Any], str]:
     return step
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("error", TROUBLE, ids=lambda error: type(error).__name__)
 @pytest.mark.parametrize("how", ["replaced", "named as permanent", "both"])
 def test_trouble_is_no_reason_to_undo_a_saga(stage: Stage, error: Exception, how: str) -> None:

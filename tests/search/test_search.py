@@ -214,6 +214,7 @@ def test_a_run_that_left_the_state_of_a_void_one_is_void_too(world: World) -> No
 
 
 # Where most was found. All pairs, and all schedules: `make search`.
+@pytest.mark.few(1)
 @pytest.mark.parametrize("case", ["lost/attempt+takeover", "open/attempt+dead_letter"])
 def test_no_schedule_of_the_most_telling_pairs_breaks_a_rule(world: World, case: str) -> None:
     for done in exhaustive(world, parse_case(case), preemptions=1, most=25):
@@ -238,7 +239,7 @@ def test_a_log_holds_all_that_was_counted(world: World) -> None:
     assert tally.kills > 0
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("finding", FINDINGS, ids=lambda finding: finding.name)
 def test_what_is_wrong_without_its_safeguard_is_found(world: World, finding: Finding) -> None:
     case = parse_case(finding.case)

@@ -5,9 +5,12 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from benchmarks import stores
 
 
+@pytest.mark.long
 def test_each_store_is_measured_also_in_a_table_of_an_earlier_run(
     store_database: str, redis_url: str, dynamodb_endpoint: str
 ) -> None:

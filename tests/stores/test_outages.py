@@ -52,6 +52,7 @@ def deliver_without_answers(shop: Celery, deliver: Any, task: Any, key: str, hea
     return {UNANSWERED_HEADER: copy.headers[UNANSWERED_HEADER]}
 
 
+@pytest.mark.long
 def test_claims_whose_answers_are_late_are_no_attempts(shop: Celery, deliver: Any) -> None:
     """However many: nothing has run under them."""
     runs: list[int] = []

@@ -218,6 +218,7 @@ def programs(scene: Scene) -> type[Programs]:
     return type("Programs", (Programs,), {"scene": scene})
 
 
+@pytest.mark.few(1)
 @promise("random programs end as an oracle says")
 @pytest.mark.parametrize("scene", STORES, indirect=True)
 def test_random_programs_end_as_the_oracle_says(programs: type[Programs]) -> None:

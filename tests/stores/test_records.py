@@ -288,6 +288,7 @@ THEN: dict[str, Callable[[Scene, Claimed], object]] = {
 }
 
 
+@pytest.mark.few(16)
 @promise("who has lost its claim changes nothing")
 @pytest.mark.parametrize("since", THEN)
 @pytest.mark.parametrize("write", STALE)

@@ -239,6 +239,7 @@ def test_long_results_never_go_where_a_relay_deletes(redis_url: str, tmp_path: P
 # ---------------------------------------------------------------- DynamoDB
 
 
+@pytest.mark.long
 def test_a_table_is_looked_at_with_its_key_and_its_time_to_live(dynamodb_address: str) -> None:
     assert refusals(application(dynamodb_address)) == {}
     assert warnings(application(dynamodb_address)) == {}

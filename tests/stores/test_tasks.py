@@ -124,6 +124,7 @@ def test_a_duplicate_gets_the_stored_result_and_runs_nothing(deliver: Any, outsi
     assert list(outside.calls.values()) == [1]
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("value", [None, 0, "", [], {}, False, 1e16, -0.0, "a\u0000b", {"b": 1, "a": {"c": []}}])
 def test_every_result_survives_byte_for_byte(deliver: Any, value: Any) -> None:
     key = new_key()
@@ -131,6 +132,7 @@ def test_every_result_survives_byte_for_byte(deliver: Any, value: Any) -> None:
     assert json.dumps(first.value) == json.dumps(second.value) == json.dumps(value)
 
 
+@pytest.mark.few(1)
 def test_a_long_result_is_compressed_and_read_again(shop: Celery, deliver: Any) -> None:
     key, value = new_key(), "x" * 200_000
     assert [deliver(returning, value, key=key).value for _ in range(2)] == [value] * 2

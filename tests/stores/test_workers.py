@@ -124,6 +124,7 @@ def test_who_has_died_is_replaced_although_the_time_limit_is_shorter_than_the_le
     assert list(outside.calls.values()) == [2]
 
 
+@pytest.mark.long
 @pytest.mark.few(1)
 @promise("a crash before the effect leaves one effect")
 def test_a_kill_before_the_effect_leaves_one_effect(fleet: Fleet, outside: OutsideWorld) -> None:
@@ -173,6 +174,7 @@ def test_a_frozen_process_that_wakes_after_its_lease_records_nothing(fleet: Flee
     assert list(outside.acts.values()) == [1]
 
 
+@pytest.mark.long
 @pytest.mark.few(1)
 def test_attempts_come_back_through_the_brokers_delays(fleet: Fleet, outside: OutsideWorld) -> None:
     account = new_account()

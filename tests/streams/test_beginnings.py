@@ -10,6 +10,8 @@ from tests.streams.conftest import Make
 from tests.support.processes import eventually
 from tests.support.streaming import Handler, RabbitBroker, Streaming
 
+pytestmark = pytest.mark.long
+
 
 def has_begun(streaming: Streaming) -> bool:
     """In each partition; of RabbitMQ, where there is nothing, there is no position."""

@@ -17,6 +17,8 @@ from tests.streams.conftest import Make
 from tests.support import bank
 from tests.support.streaming import Streaming, configure
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture
 def none_declared(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,6 +74,7 @@ def reader_of(streaming: Streaming, servers: str, **options: str) -> Any:
     return handled._make_reader(handled._holdings)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("host", "trusts", "ended"), [(HOST, True, "trusted"), (HOST, False, "refused"), (OTHER_HOST, True, "refused")]
 )
@@ -144,6 +145,7 @@ def test_a_deletion_is_no_duplicate_of_an_empty_value(make_streaming: Make) -> N
     assert kafka.letters() == [("fingerprint_mismatch", "open")]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("value", [b"", None])
 def test_what_was_handled_before_empty_values_had_fingerprints_of_their_own_is_a_duplicate(
     make_streaming: Make, monkeypatch: pytest.MonkeyPatch, value: bytes | None

@@ -120,6 +120,7 @@ def test_of_a_stream_made_anew_each_refused_message_has_its_own_letter(rabbit: S
         rabbit.wait_until_stopped("offset 0 is refused as undecodable")
 
 
+@pytest.mark.long
 def test_a_renamed_application_stores_a_refused_message_once(rabbit: Streaming) -> None:
     rabbit.broker.publish({"amount": 1})
     rabbit.broker.publish({"account": "a0"})
@@ -203,6 +204,7 @@ def test_a_letter_that_is_replayed_runs_once_beside_the_stream(streaming: Stream
 AT = datetime(2026, 1, 1, tzinfo=UTC).replace(tzinfo=None)
 
 
+@pytest.mark.long
 def test_what_is_replayed_has_the_headers_and_the_time_of_what_has_failed(rabbit: Streaming) -> None:
     seen: list[tuple[Any, Any]] = []
 
@@ -222,6 +224,7 @@ def test_what_is_replayed_has_the_headers_and_the_time_of_what_has_failed(rabbit
     assert set(seen) == {(AT, 1_800_000_000.0)}
 
 
+@pytest.mark.long
 def test_a_letter_that_the_present_code_takes_for_another_operation_is_not_replayed(rabbit: Streaming) -> None:
     def handle(stream: Handling, event: Any) -> None:
         if event["account"] == "a0" and len(rabbit.letters()) == 0:

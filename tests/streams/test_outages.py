@@ -20,6 +20,8 @@ from tests.support.processes import eventually
 from tests.support.proxy import Proxy
 from tests.support.streaming import NAME, Handler, KafkaBroker, Streaming, configure
 
+pytestmark = pytest.mark.long
+
 CHANGE = Change("ann", "messages are gone", is_verified=True)
 
 

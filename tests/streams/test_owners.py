@@ -79,6 +79,7 @@ def test_a_former_owners_position_matches_nothing_even_if_nothing_else_is_in_its
         assert (row.position, row.end_position, row.lag, row.owner) == (6, 9, 3, "two")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("point", ["stream.run", "stream.advanced"])
 def test_a_zombie_after_a_call_outside_is_given_back_and_not_failed(
     rabbit: Streaming, outside: OutsideWorld, point: str

@@ -13,6 +13,8 @@ from tests.streams.conftest import Make
 from tests.support.processes import eventually
 from tests.support.streaming import RabbitBroker, Streaming, insert
 
+pytestmark = pytest.mark.long
+
 
 def test_one_partition_that_is_refused_stops_no_other(make_streaming: Make) -> None:
     streaming = make_streaming("rabbitmq", partitions=2)

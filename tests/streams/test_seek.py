@@ -270,6 +270,7 @@ def test_a_frozen_owner_of_a_forgotten_partition_does_nothing_again(make_streami
     assert streaming.stopped() == ""
 
 
+@pytest.mark.long
 def test_a_forgotten_partition_that_is_read_again_skips_nothing(rabbit: Streaming) -> None:
     """Also from `latest`, which without a position would be where the stream ends now."""
     rabbit.broker.publish_many(3)
@@ -291,6 +292,7 @@ def test_a_forgotten_partition_that_is_read_again_skips_nothing(rabbit: Streamin
     assert rabbit.stopped() == ""
 
 
+@pytest.mark.long
 def test_what_a_seek_has_passed_over_between_two_attempts_ends_as_a_dead_letter(rabbit: Streaming) -> None:
     """Its call outside has happened. Not while a partition may still come to it, and a way back lets a replay finish it."""
     rabbit.environment["RETRY_BASE"] = "250"

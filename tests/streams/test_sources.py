@@ -69,6 +69,7 @@ def test_a_plain_stream_that_becomes_a_super_stream_stops_and_skips_nothing(
     goes_on_after_a_seek(streaming, topic, accounts)
 
 
+@pytest.mark.long
 def test_a_stream_that_moves_to_the_other_broker_and_back_stops_and_skips_nothing(
     make_streaming: Make, plain: Callable[[Streaming, str], Publish]
 ) -> None:

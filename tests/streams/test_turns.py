@@ -33,6 +33,7 @@ def loses_its_transaction(streaming: Streaming, stream: Handling) -> None:
         another.execute(text(f"SELECT pg_terminate_backend({backend}, 2000)"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("neighbours", [pytest.param(0, marks=pytest.mark.long), 3])
 def test_a_handler_that_loses_its_transaction_at_the_end_is_counted_as_any_error(
     rabbit: Streaming, neighbours: int
@@ -188,6 +189,7 @@ def test_a_stream_that_stops_at_failures_does_so_whatever_code_the_application_g
     assert rabbit.stopped() == ""
 
 
+@pytest.mark.long
 def test_a_partition_that_waits_for_a_cancelled_attempt_goes_on_at_once(rabbit: Streaming) -> None:
     def handle(stream: Handling, event: Any) -> None:
         if event["account"] == "a0":
@@ -207,6 +209,7 @@ def test_a_partition_that_waits_for_a_cancelled_attempt_goes_on_at_once(rabbit: 
     assert rabbit.letters() == [("cancelled", "open")]
 
 
+@pytest.mark.long
 def test_many_replays_leave_each_partition_its_turns(rabbit: Streaming) -> None:
     told = threading.Event()
 
@@ -230,6 +233,7 @@ def test_many_replays_leave_each_partition_its_turns(rabbit: Streaming) -> None:
     assert "good" in rabbit.entries()[:4]
 
 
+@pytest.mark.long
 def test_what_postgres_refuses_of_one_partition_stops_it_alone_and_says_why(make_streaming: Make) -> None:
     """As docs/cells.md closes a cell for a tenant that moves: it is no outage, and the others go on at full speed."""
     streaming = make_streaming("rabbitmq", partitions=2, apart=True)

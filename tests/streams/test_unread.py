@@ -112,6 +112,7 @@ def test_a_name_of_a_header_of_kafka_that_is_not_utf8_makes_a_letter_and_all_str
     assert process.end() == 0
 
 
+@pytest.mark.long
 def test_an_error_that_nobody_expects_stops_its_own_stream_until_it_is_over(
     make_streaming: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:

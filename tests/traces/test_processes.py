@@ -156,6 +156,7 @@ def test_an_attempt_killed_in_its_body_is_linked_to_by_the_redelivery(
     assert again.attributes["idempotency.attempt"] == 2
 
 
+@pytest.mark.long
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("status", "delay"), [(200, 60.0), (503, 0.0), (400, 0.0)], ids=["hanging", "away", "refusing"]

@@ -137,6 +137,7 @@ def test_by_default_there_are_none_where_no_provider_is_set_up(bank: Celery) -> 
     assert runtime_of(bank).traces is None
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("code", "expected"),
     [

@@ -132,6 +132,7 @@ def test_the_changes_that_people_can_make_are_known() -> None:
     assert set(public_changes()) == CHANGES
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize("name", sorted(CHANGES))
 def test_a_change_writes_its_audit_row_itself_and_in_its_transaction(name: str) -> None:
     assert is_audited(public_changes()[name])

@@ -186,6 +186,7 @@ SCROLLED = """table => {
 }"""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("width", [390])
 def test_a_telephone_shows_every_page(address: str, company: Company, connection: Connection, width: int) -> None:
     """No page scrolls sideways. Its tables do, and their rows keep their names; what is to be touched is large enough."""

@@ -115,6 +115,7 @@ def leak(session: Session, operation: Described) -> list[BusinessRow]:
     raise ValueError(f"iban of {operation.key}: DE02120300000000202051")
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("function", "why"),
     [
@@ -198,6 +199,7 @@ def leaves(session: Session, operation: Described) -> Any:
     sys.exit(1)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("function", "error"),
     [

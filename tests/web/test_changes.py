@@ -390,6 +390,7 @@ def test_a_bulk_replay_goes_in_stages_and_is_followed_to_its_end(
     assert page.get(address + "x").status_code == 409, "a list that this page has not signed"
 
 
+@pytest.mark.long
 def test_a_bulk_replay_stops_when_one_fails_again(
     browser: Open, bank: Celery, deliveries: Deliveries, connection: Connection
 ) -> None:

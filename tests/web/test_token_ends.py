@@ -28,6 +28,7 @@ def connection(engine: Engine) -> Any:
         yield connection.execution_options(isolation_level="AUTOCOMMIT")
 
 
+@pytest.mark.long
 def test_once_the_id_token_has_expired_everyone_is_a_reader(
     bank: Celery,
     connection: Connection,

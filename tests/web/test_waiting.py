@@ -74,6 +74,7 @@ def test_health_and_static_files_are_answered_while_pages_wait(browser: Open, bl
     assert asyncio.run(ask()) == [200, 200]
 
 
+@pytest.mark.long
 def test_an_issuer_that_is_silent_keeps_the_page_from_nobody_who_has_logged_in(browser: Open) -> None:
     otto = browser("otto")
     app = otto.client.app

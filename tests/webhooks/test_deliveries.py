@@ -112,6 +112,7 @@ def test_attempts_come_later_and_later_under_one_id_and_then_it_is_given_up(
     assert outbox.run() == []
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("status", "header", "expected"),
     [

@@ -54,6 +54,7 @@ def test_an_endpoint_that_answers_its_challenge_is_enabled(
     Webhook(made.verifier).verify(request.body, request.headers)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("answer", "said"),
     [

@@ -87,6 +87,7 @@ def test_a_redelivery_beside_the_purge_is_not_deleted_by_it(
     assert [each.status for each in rows("deliveries")] == ["waiting"]
 
 
+@pytest.mark.long
 def test_waiting_for_another_attempt_uses_up_no_delivery(
     shop: Celery,
     happen: Callable[..., str],

@@ -88,6 +88,7 @@ CALLS = {
 }
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize("call", cases(CALLS))
 def test_a_call_is_refused_where_it_is_made(
     call: Call, bank: Celery, nothing_happens: Callable[[], Any], engine: Engine

@@ -37,6 +37,7 @@ from tests.support.large_results import LIMIT, Down, Place, body, large, place_o
 from tests.support.tasks import make_task
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("options", [{}, {"batch": 10}, {"batch": 10, "batch_commit": "each"}])
 def test_a_large_result_is_kept_there_and_read_by_every_duplicate(
     bank: Celery, engine: Engine, kept: Place, options: dict[str, Any], entries: Any
