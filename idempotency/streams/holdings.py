@@ -113,8 +113,10 @@ class Holdings:
         if held is None:
             self.lose(partition)
             return False
+        before = partition.held.position
         partition.held, partition.is_in_doubt = held, False
-        if held.position is not None:
+        # otherwise it stands where it stood, and why it has stopped is said already
+        if held.position is not None and held.position != before:
             partition.moved(held.position)
         return True
 

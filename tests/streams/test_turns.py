@@ -17,6 +17,7 @@ from idempotency.operate.cancel import cancel
 from idempotency.operate.change import Change, Shown
 from idempotency.operate.replay import replay
 from idempotency.streams import Handling
+from idempotency.streams.consumer import STOPPED_PAUSE
 from idempotency.wire.keys import OperationId
 from tests.streams.conftest import Make
 from tests.support import bank
@@ -252,6 +253,7 @@ def test_what_postgres_refuses_of_one_partition_stops_it_alone_and_says_why(make
     assert "acme_has_moved" in streaming.stopped()
     assert streaming.letters() == []
     assert "postgres_unavailable" not in process.log
+    time.sleep(1.5 * STOPPED_PAUSE)  # it is tried again meanwhile
     assert process.log.count("stream_stopped") == 1
     with streaming.engine.connect() as connection:
         connection.execute(text(opened))
