@@ -83,6 +83,7 @@ def test_each_operation_once_in_its_own_database_and_one_cells_end_is_not_the_ot
         assert connection.execute(text("SELECT count(*) FROM idempotency.dead_letters")).scalar_one() == 0
 
 
+@pytest.mark.long
 @pytest.mark.few(1)
 @pytest.mark.parametrize("command", [["idempotency.cli", "relay"], ["celery", "worker"], ["celery", "beat"]])
 def test_a_process_that_serves_no_cell_does_not_start(cells: Cells, command: list[str]) -> None:

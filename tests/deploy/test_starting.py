@@ -50,6 +50,7 @@ print(json.dumps({name: json.loads(open(read).read()) for name, read in found.it
 """
 
 
+@pytest.mark.long
 def test_every_pod_starts_with_its_own_variables_and_verifies_every_server(tmp_path: Path) -> None:
     authority_file = authority(make_certificates(tmp_path))
     pods: dict[str, dict[str, str]] = {}

@@ -24,6 +24,7 @@ from tests.support.deliveries import Deliveries
 from tests.support.operations import Record
 
 
+@pytest.mark.long
 def test_settings_are_found_in_the_namespace_of_celerys_own(app: Celery) -> None:
     assert (settings_of(app).lease, settings_of(app).retry_base) == (30.0, 0.05)
     assert settings_of(app).service == "ledger"

@@ -137,6 +137,7 @@ def test_after_it_they_are_awarded_once(
                 connection.default_channel.queue_delete(queue)
 
 
+@pytest.mark.long
 @pytest.mark.direct  # Django drops the test database, which the pooler still has connections to
 def test_after_it_the_projects_own_tests_run_on_the_test_database(manage: Manage) -> None:
     output = manage("after", "test", "--noinput", "--parallel", "2")

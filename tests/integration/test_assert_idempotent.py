@@ -104,6 +104,7 @@ def test_a_step_an_effect_and_a_session_are_idempotent_together(
     assert "the COMMIT of a step carried out, and its answer lost" in checked.scenarios
 
 
+@pytest.mark.long
 def test_what_is_enqueued_and_published_in_the_session_is_idempotent(
     define: Callable[..., Any], assert_idempotent: Any, bank: Celery, engine: Engine
 ) -> None:

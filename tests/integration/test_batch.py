@@ -105,6 +105,7 @@ def test_less_than_a_batch_waits_no_longer_than_it_may(send: Any, start: Any, en
     assert posted(engine) == dict.fromkeys(accounts, 1)
 
 
+@pytest.mark.long
 def test_a_key_twice_in_a_batch_runs_once(
     send: Any, start: Any, engine: Engine, entries: Entries, bank: Celery
 ) -> None:

@@ -38,6 +38,7 @@ def silent(connection: Connection, seconds: float) -> None:
     )
 
 
+@pytest.mark.long
 def test_a_worker_signs_with_its_queues_and_leaves_in_order(
     bank: Celery, processes: Processes, connection: Connection
 ) -> None:

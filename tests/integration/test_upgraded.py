@@ -19,6 +19,7 @@ OF_BEFORE = {
 BODY = text("SELECT prosrc FROM pg_proc WHERE pronamespace = 'idempotency'::regnamespace AND proname = :name")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", OF_BEFORE)
 def test_a_database_of_0014_gets_the_functions_of_this_version(servers: services.Services, name: str) -> None:
     bodies = []

@@ -102,6 +102,7 @@ BAD = {
 }  # fmt: skip
 
 
+@pytest.mark.few(16)
 @pytest.mark.parametrize("case", BAD)
 def test_a_bad_request_is_refused_by_field_and_accepts_nothing(api: Api, case: str) -> None:
     bad = BAD[case]

@@ -112,6 +112,7 @@ def test_a_kill_between_effect_and_record_repeats_the_effect_under_the_same_key(
 
 
 # Redis tells of a dead holder by itself; where it is watched, the limit would end the watch.
+@pytest.mark.long
 @pytest.mark.parametrize("fleet", ["dynamodb", pytest.param("redis", marks=pytest.mark.long)], indirect=True)
 def test_who_has_died_is_replaced_although_the_time_limit_is_shorter_than_the_lease(
     fleet: Fleet, outside: OutsideWorld

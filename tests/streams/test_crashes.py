@@ -24,6 +24,7 @@ POINTS = (
 KINDS = ("rabbitmq", pytest.param("kafka", marks=pytest.mark.long))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_kill_at_every_moment_loses_nothing_and_doubles_nothing(make_streaming: Make, kind: str) -> None:
     """A stream for each moment, all at once: a group of Kafka misses a member only after a while."""

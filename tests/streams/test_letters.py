@@ -167,6 +167,7 @@ def test_a_stream_that_stops_waits_until_its_letter_is_replayed(rabbit: Streamin
     assert rabbit.stopped() == ""
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("event", [{"account": "a1", "how": "permanent"}, {"amount": 1}])
 def test_a_stream_that_stops_goes_on_once_its_letter_is_discarded(rabbit: Streaming, event: dict[str, str]) -> None:
     rabbit.broker.publish(event)

@@ -66,6 +66,7 @@ def collector() -> Iterator[Collector]:
         yield running
 
 
+@pytest.mark.long
 def test_one_trace_goes_from_the_request_to_the_customers_webhook(
     environment: dict[str, str], engine: Engine, processes: Processes, collector: Collector, tmp_path: Path
 ) -> None:

@@ -141,6 +141,7 @@ def test_a_redis_that_is_too_old_is_a_warning(oldest: int, configured: Celery, m
     assert (found.level, found.found.endswith("need at least 99")) == ("warning", True)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("fault", cases({"30-wrong-password": "password", "30-wrong-host": "host"}))
 def test_a_wrong_address_is_an_error_without_its_password(
     fault: str, environment: dict[str, str], bank: Celery, caplog: pytest.LogCaptureFixture
