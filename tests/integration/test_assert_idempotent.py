@@ -26,6 +26,8 @@ from tests.support.bank import deposit, failing, slow_deposit, transfer
 from tests.support.operations import Entries, Record
 from tests.support.tasks import ROW, transactional
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture
 def define(bank: Celery) -> Iterator[Callable[..., Any]]:
@@ -80,7 +82,6 @@ def report(assert_idempotent: Any) -> Callable[..., Any]:
 # ---------------------------------------------------------------- tasks that are right
 
 
-@pytest.mark.long
 def test_a_task_that_only_uses_its_session_is_idempotent(bank: Celery, assert_idempotent: Any) -> None:
     checked = assert_idempotent(deposit, "a", amount=5, tables=["entries"])
 
@@ -89,8 +90,6 @@ def test_a_task_that_only_uses_its_session_is_idempotent(bank: Celery, assert_id
     assert "the COMMIT of the finish carried out, and its answer lost" in checked.scenarios
 
 
-@pytest.mark.long
-@pytest.mark.long
 def test_a_step_an_effect_and_a_session_are_idempotent_together(
     bank: Celery, assert_idempotent: Any, recording_server: Any
 ) -> None:
@@ -104,7 +103,6 @@ def test_a_step_an_effect_and_a_session_are_idempotent_together(
     assert "the COMMIT of a step carried out, and its answer lost" in checked.scenarios
 
 
-@pytest.mark.long
 def test_what_is_enqueued_and_published_in_the_session_is_idempotent(
     define: Callable[..., Any], assert_idempotent: Any, bank: Celery, engine: Engine
 ) -> None:
@@ -131,7 +129,6 @@ def test_what_is_enqueued_and_published_in_the_session_is_idempotent(
         assert connection.execute(text("SELECT count(*) FROM idempotency.records")).scalar_one() == 0
 
 
-@pytest.mark.long
 def test_two_effects_without_a_session_are_idempotent(
     define: Callable[..., Any], assert_idempotent: Any, recording_server: Any, call: Callable[..., Any]
 ) -> None:
@@ -145,7 +142,6 @@ def test_two_effects_without_a_session_are_idempotent(
     assert "the COMMIT of the finish carried out, and its answer lost" in checked.scenarios
 
 
-@pytest.mark.long
 def test_a_signature_brings_its_key_and_one_attempt_is_enough(
     define: Callable[..., Any], assert_idempotent: Any
 ) -> None:
@@ -156,7 +152,6 @@ def test_a_signature_brings_its_key_and_one_attempt_is_enough(
     assert_idempotent(signature, ignore=["entries"])
 
 
-@pytest.mark.long
 def test_a_task_that_needs_two_attempts_is_idempotent(
     define: Callable[..., Any], assert_idempotent: Any, recording_server: Any, call: Callable[..., Any]
 ) -> None:
@@ -168,14 +163,12 @@ def test_a_task_that_needs_two_attempts_is_idempotent(
     assert_idempotent(define(stubborn), "a", tables=["entries"])
 
 
-@pytest.mark.long
 def test_a_task_that_is_meant_to_fail_is_compared_too(bank: Celery, assert_idempotent: Any) -> None:
     with pytest.raises(ValueError, match="the plain run failed, so there is nothing to compare with: no_account"):
         assert_idempotent(failing, "a", "permanent", tables=["entries", "failures"])
     assert_idempotent(failing, "a", "permanent", tables=["entries", "failures"], may_fail=True)
 
 
-@pytest.mark.long
 def test_setup_brings_the_rows_back_before_each_scenario(
     define: Callable[..., Any], assert_idempotent: Any, own_engine: Engine
 ) -> None:
@@ -192,7 +185,6 @@ def test_setup_brings_the_rows_back_before_each_scenario(
 # ---------------------------------------------------------------- tasks that are wrong
 
 
-@pytest.mark.long
 def test_a_separate_session_is_found_by_the_row_it_leaves_twice(
     define: Callable[..., Any], report: Callable[..., Any], own_engine: Engine
 ) -> None:
@@ -209,7 +201,6 @@ def test_a_separate_session_is_found_by_the_row_it_leaves_twice(
     assert "Not compared, because two plain runs differ in it: entries.id, failures.id" in said
 
 
-@pytest.mark.long
 def test_a_counter_changed_past_the_session_is_shown_with_both_values(
     define: Callable[..., Any], report: Callable[..., Any], own_engine: Engine
 ) -> None:
@@ -227,6 +218,7 @@ def test_a_counter_changed_past_the_session_is_shown_with_both_values(
     assert "Expected:  2\n    Seen:      3" in said
 
 
+@pytest.mark.quick
 def test_a_call_outside_of_an_effect_is_found_by_its_second_time(
     define: Callable[..., Any], report: Callable[..., Any], call: Callable[..., Any]
 ) -> None:
@@ -240,7 +232,6 @@ def test_a_call_outside_of_an_effect_is_found_by_its_second_time(
     assert "a call outside self.effect" in said
 
 
-@pytest.mark.long
 def test_a_call_outside_of_an_effect_is_found_even_under_one_key(
     define: Callable[..., Any], report: Callable[..., Any], call: Callable[..., Any]
 ) -> None:
@@ -252,7 +243,6 @@ def test_a_call_outside_of_an_effect_is_found_even_under_one_key(
     assert "made again although its outcome was known" in said
 
 
-@pytest.mark.long
 def test_an_effect_that_does_not_pass_its_key_on_is_found(
     define: Callable[..., Any], report: Callable[..., Any], call: Callable[..., Any]
 ) -> None:
@@ -264,7 +254,6 @@ def test_an_effect_that_does_not_pass_its_key_on_is_found(
     assert "does not pass on the idempotency_key" in said
 
 
-@pytest.mark.long
 def test_a_random_key_outside_is_found(
     define: Callable[..., Any], report: Callable[..., Any], call: Callable[..., Any]
 ) -> None:
@@ -276,7 +265,6 @@ def test_a_random_key_outside_is_found(
     assert "calls.key" in said
 
 
-@pytest.mark.long
 def test_an_effect_whose_name_changes_with_the_attempt_is_found(
     define: Callable[..., Any], report: Callable[..., Any], call: Callable[..., Any]
 ) -> None:
@@ -290,7 +278,6 @@ def test_an_effect_whose_name_changes_with_the_attempt_is_found(
     assert "name is not the same in every attempt" in said
 
 
-@pytest.mark.long
 def test_an_effect_with_a_random_name_is_found(
     define: Callable[..., Any], report: Callable[..., Any], call: Callable[..., Any]
 ) -> None:
@@ -301,7 +288,6 @@ def test_an_effect_with_a_random_name_is_found(
     assert "name is not the same in every attempt" in report(define(random_name), "a")
 
 
-@pytest.mark.long
 def test_an_effect_that_says_something_else_under_the_same_key_is_found(
     define: Callable[..., Any], report: Callable[..., Any], call: Callable[..., Any]
 ) -> None:
@@ -313,7 +299,6 @@ def test_an_effect_that_says_something_else_under_the_same_key_is_found(
     assert "Providers refuse a key" in said
 
 
-@pytest.mark.long
 def test_an_effect_with_other_arguments_in_each_attempt_is_found(
     define: Callable[..., Any], report: Callable[..., Any], call: Callable[..., Any]
 ) -> None:
@@ -326,6 +311,7 @@ def test_an_effect_with_other_arguments_in_each_attempt_is_found(
     assert "'act' was begun with other arguments in an earlier attempt" in said
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("key", [lambda arguments: str(uuid4()), lambda arguments: str(int(time.time() * 10))])
 def test_a_key_that_differs_with_each_call_is_found(
     define: Callable[..., Any], report: Callable[..., Any], key: Any
@@ -338,7 +324,6 @@ def test_a_key_that_differs_with_each_call_is_found(
     assert "made from the clock, a random value or a counter" in said
 
 
-@pytest.mark.long
 def test_a_message_sent_past_the_outbox_is_found(define: Callable[..., Any], report: Callable[..., Any]) -> None:
     def sending(self: Any, name: str) -> None:
         deposit.delay(f"{name}/next")
@@ -350,7 +335,6 @@ def test_a_message_sent_past_the_outbox_is_found(define: Callable[..., Any], rep
     assert "delay() or apply_async() in the body" in said
 
 
-@pytest.mark.long
 def test_a_message_enqueued_in_a_separate_session_is_found(
     define: Callable[..., Any], report: Callable[..., Any], own_engine: Engine
 ) -> None:
@@ -364,7 +348,6 @@ def test_a_message_enqueued_in_a_separate_session_is_found(
     assert "Give it self.session" in said
 
 
-@pytest.mark.long
 def test_a_result_that_counts_the_runs_is_found(define: Callable[..., Any], report: Callable[..., Any]) -> None:
     def counting_runs(self: Any, name: str) -> Any:
         self.session.execute(ROW)
@@ -375,7 +358,6 @@ def test_a_result_that_counts_the_runs_is_found(define: Callable[..., Any], repo
     assert "Expected:  0\n    Seen:      1" in said
 
 
-@pytest.mark.long
 def test_a_task_that_only_a_former_holder_breaks_is_found_when_overtaken(
     define: Callable[..., Any], report: Callable[..., Any], own_engine: Engine
 ) -> None:
@@ -393,7 +375,6 @@ def test_a_task_that_only_a_former_holder_breaks_is_found_when_overtaken(
     assert "Expected:  once\n    Seen:      2 times" in said
 
 
-@pytest.mark.long
 def test_what_a_process_remembers_is_found_after_a_lost_commit(
     define: Callable[..., Any], report: Callable[..., Any]
 ) -> None:
@@ -411,6 +392,7 @@ def test_what_a_process_remembers_is_found_after_a_lost_commit(
     assert "a flag in the process's memory" in said
 
 
+@pytest.mark.quick
 def test_a_plain_run_that_is_never_the_same_is_said(define: Callable[..., Any], report: Callable[..., Any]) -> None:
     def first_time_only(self: Any, name: str) -> None:
         if not self.session.scalar(text("SELECT count(*) FROM failures")):
@@ -449,6 +431,7 @@ def lives() -> Iterator[Callable[..., Any]]:
         each.end()
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("action", "written", "claims"), [(Action.LOSE_ANSWER, 1, 2), (Action.LOSE_COMMIT, 2, 2), (Action.KILL, 1, 1)]
 )
@@ -473,6 +456,7 @@ def test_what_is_done_to_the_finishing_commit_is_done(
         assert (journal.outcome, record("a").status, entries("a")) == ("SUCCESS", "completed", 1)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(("action", "runs"), [(Action.LOSE_ANSWER, 1), (Action.LOSE_COMMIT, 2)])
 def test_a_finish_without_a_session_is_broken_as_well(
     define: Callable[..., Any],
@@ -492,7 +476,6 @@ def test_a_finish_without_a_session_is_broken_as_well(
     assert (journal.outcome, record("a").status) == ("SUCCESS", "completed")
 
 
-@pytest.mark.long
 def test_without_the_fence_a_right_task_is_found_wrong(
     bank: Celery, report: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -505,7 +488,6 @@ def test_without_the_fence_a_right_task_is_found_wrong(
     assert "Expected:  once\n    Seen:      2 times" in said
 
 
-@pytest.mark.long
 def test_without_an_end_to_doubts_a_right_task_is_found_wrong(
     bank: Celery, report: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -519,7 +501,6 @@ def test_without_an_end_to_doubts_a_right_task_is_found_wrong(
 # ---------------------------------------------------------------- what it refuses, and what it leaves
 
 
-@pytest.mark.long
 def test_columns_may_be_left_out_and_a_misspelt_one_is_refused(
     define: Callable[..., Any], assert_idempotent: Any
 ) -> None:
@@ -532,11 +513,13 @@ def test_columns_may_be_left_out_and_a_misspelt_one_is_refused(
         assert_idempotent(task, "a", tables=["entries"], ignore=["entires.amount"])
 
 
+@pytest.mark.quick
 def test_a_table_that_the_task_writes_to_has_to_be_named(bank: Celery, assert_idempotent: Any) -> None:
     with pytest.raises(ValueError, match="the plain run writes to entries too"):
         assert_idempotent(deposit, "a")
 
 
+@pytest.mark.quick
 def test_a_database_whose_name_does_not_say_test_is_left_alone(
     servers: services.Services, template: str, bank: Celery, assert_idempotent: Any, engine: Engine
 ) -> None:
@@ -574,6 +557,7 @@ def pythons() -> Any:
     return found
 
 
+@pytest.mark.quick
 def test_a_body_that_hangs_is_ended_and_named(bank: Celery, report: Callable[..., Any]) -> None:
     before = pythons()
     said = report(slow_deposit, "a", 60, timeout=1.0)
@@ -582,6 +566,7 @@ def test_a_body_that_hangs_is_ended_and_named(bank: Celery, report: Callable[...
     assert pythons() <= before
 
 
+@pytest.mark.quick
 def test_a_transaction_left_open_in_the_test_is_said(
     bank: Celery, assert_idempotent: Any, own_engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -592,7 +577,6 @@ def test_a_transaction_left_open_in_the_test_is_said(
             assert_idempotent(deposit, "a", tables=["entries"])
 
 
-@pytest.mark.long
 def test_an_error_of_the_body_is_an_outcome_like_any_other(
     define: Callable[..., Any], report: Callable[..., Any], own_engine: Engine
 ) -> None:
