@@ -159,10 +159,7 @@ class Unfinished(PermanentError):
 
 
 class StoredRefusal(PermanentError):
-    """Raise this from an effect for a refusal that the provider stores and replays under the idempotency key.
-
-    It applies to an earlier call under that key, too, whose reply was lost; any other `PermanentError` does not.
-    """
+    """Raise this from an effect for a refusal that the provider stores under the key: unlike another, it is one of earlier calls, too, whose reply was lost."""
 
     default_code = "stored_refusal"
 
@@ -201,12 +198,14 @@ class UnsupportedControl(PermanentError):
 class Defer(IdempotencyError):
     """Raise this to try again after `seconds` without using up an attempt, when it is not the operation's fault.
 
-    Less than 0, and NaN, count as 0. Once `defer_budget` seconds have passed since the first claim, or replay, it is an ordinary error.
+    Less than 0 counts as 0. Once `defer_budget` seconds have passed since the first claim, or replay, it is an ordinary error.
     """
 
     def __init__(self, seconds: float, reason: str) -> None:
+        if not seconds < float("inf"):  # NaN is not, either
+            raise ValueError(f"seconds: must be a finite number, got {seconds}")
         super().__init__(seconds, reason)
-        self.seconds, self.reason = seconds if seconds > 0 else 0.0, reason
+        self.seconds, self.reason = max(seconds, 0.0), reason
 
     def __str__(self) -> str:
         return self.reason
@@ -219,8 +218,7 @@ class NotSent(Defer):
 class Undecided(Defer):
     """Raise this from an effect, or from its `reconcile`, when the provider has accepted the call and decides later.
 
-    The effect stays open, and is not called again: `reconcile` is asked after `seconds`, and at once after `Handle.wake`,
-    without using up attempts or `defer_budget`.
+    The effect stays open and uncalled: `reconcile` is asked after `seconds`, and at once after `Handle.wake`, using up no attempts or `defer_budget`.
     """
 
 
@@ -228,6 +226,8 @@ class Again(IdempotencyError):
     """The body asks for another attempt, after `delay` seconds or the usual back-off, because of `cause`."""
 
     def __init__(self, delay: float | None, cause: BaseException) -> None:
+        if delay is not None and not delay < float("inf"):
+            raise ValueError(f"delay: must be a finite number, got {delay}")
         super().__init__(delay, cause)
         self.delay, self.cause = delay, cause
 

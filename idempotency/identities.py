@@ -8,7 +8,6 @@ or writes to the tables, needs neither.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 import stat
@@ -18,18 +17,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, date, datetime
 from functools import lru_cache
-from http.client import HTTPException
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, StringConstraints, TypeAdapter, ValidationError
 
 from .errors import NotAuthenticated, SettingsError
 from .extras import extra
+from .issuer import IssuerKeys, signing
 from .settings import Settings
-
-if TYPE_CHECKING:
-    from jwt import PyJWKClient
 
 # Who only looks; who changes; who also approves what another person has asked for; who also removes people.
 Role = Literal["reader", "operator", "approver", "admin"]
@@ -40,8 +36,8 @@ GROUPS: dict[str, Role] = {f"idempotency-{role}": role for role in reversed(ROLE
 ALL_TENANTS = "*"
 # Those with a public key: with a shared one, any service that checks tokens could make them.
 ALGORITHMS = ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA")
-# Seconds for which clocks may differ, for which the issuer's answer is waited for, and for which its keys are kept.
-LEEWAY, PATIENCE, KEPT = 30.0, 5.0, 300.0
+# Seconds for which clocks may differ.
+LEEWAY = 30.0
 OTHERS = stat.S_IWGRP | stat.S_IWOTH
 # Characters; an ID token has about a thousand.
 TOKEN_LIMIT = 16 * 1024
@@ -221,19 +217,19 @@ def _key(settings: Settings, token: str) -> Any:
     source = settings.oidc_keys or ""
     named = jwt.get_unverified_header(token).get("kid")
     if source.startswith(("https://", "http://")):
-        try:
-            client = _client(source)
-            return client.get_signing_key(named) if named is not None else _only(client.get_signing_keys())
-        except (OSError, HTTPException, json.JSONDecodeError):  # it was broken off, or is something else
-            raise jwt.PyJWKClientConnectionError from None
+        issuer = _issuer(source, os.getpid())
+        if named is None:
+            return _only(issuer.all())
+        if (found := issuer.named(named)) is None:
+            raise jwt.InvalidKeyError
+        return found
     try:
         keys = jwt.PyJWKSet.from_json(_read_protected(Path(source), "idempotency_oidc_keys"))
     except (ValueError, jwt.PyJWKSetError):
         raise SettingsError("idempotency_oidc_keys: is not a set of keys (JWKS)") from None
-    signing = [key for key in keys.keys if key.public_key_use in (None, "sig")]
     if named is None:
-        return _only(signing)
-    for key in signing:
+        return _only(signing(keys.keys))
+    for key in signing(keys.keys):
         if key.key_id == named:
             return key
     raise jwt.InvalidKeyError
@@ -249,10 +245,9 @@ def _only(keys: Sequence[Any]) -> Any:
 
 
 @lru_cache
-def _client(address: str) -> PyJWKClient:
-    from jwt import PyJWKClient
-
-    return PyJWKClient(address, timeout=PATIENCE, lifespan=KEPT)  # follows no redirects
+def _issuer(address: str, _pid: int) -> IssuerKeys:
+    """Those of this process: a lock of its parent may be held by a thread that is not there after a fork."""
+    return IssuerKeys(address)
 
 
 def _is_replaceable(path: Path, owner: int) -> bool:

@@ -7,7 +7,8 @@ unreachable, timed out,         Defer           later, under the same key, witho
 key in progress, 401/403,
 404 but for a label that is not
 a 5xx replayed for this key     StoredFailure   calling again under this key is pointless
-any other 5xx, or nonsense      CarrierError    uses up an attempt; the outcome is unknown
+any other 5xx, nonsense, or     CarrierError    uses up an attempt; the outcome is unknown
+more than is read of an answer
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from idempotency import (
     StoredRefusal,
 )
 
+from .answers import AnswerBeyondLimits, ask, limited
 from .circuit import Circuit, Unavailable, seconds_of
 from .tenants import DEFAULT, named
 
@@ -63,7 +65,7 @@ class Carrier:
         os.register_at_fork(after_in_child=self._connect)
 
     def _connect(self) -> None:
-        self._pool = urllib3.PoolManager(maxsize=100, timeout=self._timeout, retries=False)
+        self._pool = limited(urllib3.PoolManager(maxsize=100, timeout=self._timeout, retries=False))
         self._circuit = Circuit("the carrier")
 
     def create_label(self, *, return_id: str, kind: str, idempotency_key: str, tenant: str = DEFAULT) -> dict[str, Any]:
@@ -97,13 +99,14 @@ class Carrier:
 
         def request() -> dict[str, Any]:
             try:
-                answer = self._pool.request(
-                    method, self._url + path, headers=headers, body=None if body is None else json.dumps(body)
-                )
+                sent = None if body is None else json.dumps(body)
+                answer = ask(self._pool, method, self._url + path, headers=headers, body=sent)
             except urllib3.exceptions.HTTPError:
                 reason = "the carrier is unreachable or did not answer in time"
                 raise Unavailable(TRY_LATER_SECONDS, reason) from None
-            return _meaning(answer.status, answer.headers, answer.data)
+            except AnswerBeyondLimits as error:
+                raise CarrierError(f"the carrier's answer is {error}") from None
+            return _meaning(*answer)
 
         return self._circuit.call(request)
 
@@ -112,7 +115,7 @@ def _meaning(status: int, headers: Mapping[str, str], data: bytes) -> dict[str, 
     """What an answer contains. Raises what it means for the operation."""
     try:
         document = json.loads(data)
-    except ValueError:
+    except (ValueError, RecursionError):
         document = None
     if 200 <= status < 300 and isinstance(document, dict):
         return document

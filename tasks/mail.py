@@ -11,6 +11,7 @@ import hashlib
 import os
 import re
 import smtplib
+import socket
 import ssl
 import threading
 from dataclasses import dataclass
@@ -35,6 +36,8 @@ MAX_LINE = 998
 # The older policy folds headers without parsing them and is several times faster.
 _WIRE = compat32.clone(linesep="\r\n", max_line_length=MAX_LINE)
 _ADDRESS = re.compile(r"[!-;=?-~]+@[A-Za-z0-9.-]+")
+# What a line of a text begins with that is not to end it (RFC 5321, 4.5.2).
+_DOT = re.compile(rb"(?m)^\.")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 
@@ -77,7 +80,7 @@ class MailServer:
 
 
 class MailError(Exception):
-    """The connection was lost after the message was sent; it is unknown whether it was accepted."""
+    """The connection was lost after the message was sent, or the answer is none to it; it is unknown whether it was accepted."""
 
 
 class _Connection(threading.local):
@@ -113,7 +116,7 @@ class Mailer:
         """Send one e-mail, as text or also as HTML, and return its `message_id`.
 
         Raises `Defer` if the server is unavailable or answers 4xx, `PermanentError` if it answers 5xx or a field is
-        malformed, and `MailError` if the connection broke after the message was sent.
+        malformed, and `MailError` if the connection broke after the message was sent, or the answer says nothing about it.
         """
         _check(recipient, subject)
         message: MIMEText | MIMEMultipart = _part(body, "plain")
@@ -174,6 +177,9 @@ class Mailer:
         else:
             smtp = smtplib.SMTP(server.host, server.port, self._domain, timeout=timeout)
         self._connection.smtp, self._connection.pid = smtp, os.getpid()
+        assert smtp.sock is not None
+        # the end of a text goes out by itself, and must not wait until the text is acknowledged
+        smtp.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         smtp.ehlo_or_helo_if_needed()
         if server.tls == "starttls":
             smtp.starttls(context=ssl.create_default_context())
@@ -209,19 +215,40 @@ class Mailer:
         return smtp
 
     def _data(self, smtp: smtplib.SMTP, text: bytes) -> None:
+        is_early = False
         try:
-            code, _ = smtp.data(text)
-        except smtplib.SMTPDataError as error:
-            # Nothing but 354 asks for the text, which was not sent then. Below 400 it is the answer to an earlier command.
-            if error.smtp_code >= 400:
-                _refused(error.smtp_code, "message")
-            raise Defer(UNAVAILABLE_SECONDS, f"mail server did not ask for the message ({error.smtp_code})") from None
+            code, _ = smtp.docmd("DATA")
+            if code == 354:
+                smtp.send(_DOT.sub(b"..", text) + (b"" if text.endswith(b"\r\n") else b"\r\n"))
+                is_early = _has_answered(smtp)
+                if not is_early:
+                    smtp.send(b".\r\n")
+                code, _ = smtp.getreply()
+            elif code < 400:
+                # Nothing but 354 asks for the text, which was not sent then. This is the answer to an earlier command.
+                raise Defer(UNAVAILABLE_SECONDS, f"mail server did not ask for the message ({code})")
         except (OSError, smtplib.SMTPException):
             raise MailError("mail server closed the connection during the message; it may have been accepted") from None
         if code >= 400:
             _refused(code, "message")
+        if is_early:
+            raise MailError(f"mail server answered before the end of the message ({code}); it may have been accepted")
         if not 200 <= code < 300:
             raise MailError(f"mail server did not say what became of the message ({code}); it may have been accepted")
+
+
+def _has_answered(smtp: smtplib.SMTP) -> bool:
+    """Whether an answer is there that has not been read. Not promised: one that is still on its way is not seen."""
+    assert smtp.sock is not None
+    assert smtp.file is not None
+    patience = smtp.sock.gettimeout()
+    smtp.sock.settimeout(0.0)
+    try:
+        return bool(smtp.file.peek(1))
+    except ssl.SSLWantReadError:  # records of TLS without text, or none
+        return False
+    finally:
+        smtp.sock.settimeout(patience)
 
 
 def _part(text: str, kind: Literal["plain", "html"]) -> MIMEText:

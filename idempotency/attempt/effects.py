@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -66,6 +67,10 @@ class StillUnknown:
     """
 
     ask_again: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.ask_again is not None and not self.ask_again < math.inf:  # NaN is not, either
+            raise ValueError(f"ask_again: must be a finite number, got {self.ask_again}")
 
 
 Answer = Happened | DidNotHappen | StillUnknown

@@ -16,12 +16,12 @@ from ..reasons import OPEN, OUTBOX_FAILED, OUTBOX_STUCK
 from . import archive
 from .outbox import STUCK
 
-# One process sends at a time, so that together they keep to one rate. Any constant not used elsewhere.
-ALERT_LOCK = 0x1DE4907F
 # Rows per pass and kind.
 BATCH = 10_000
 # Where alerts go. Each gets everything once: what one process has logged, another can still send.
 Channel = Literal["log", "webhook"]
+# Of each, one process tells at a time, so that together they keep to one rate. Any constants not used elsewhere.
+LOCKS: dict[Channel, int] = {"log": 0x1DE49080, "webhook": 0x1DE49081}
 
 # ---------------------------------------------------------------- alerts
 
@@ -93,9 +93,9 @@ ON CONFLICT (kind) DO UPDATE SET sent_at = excluded.sent_at
 _MARK = "UPDATE idempotency.{table} SET {column} = clock_timestamp() WHERE id = ANY(%(ids)s)"
 
 
-def try_alert_lock(connection: Connection) -> bool:
-    """Become the only process that sends, until the transaction ends. False: another one is."""
-    return bool(connection.exec_driver_sql(f"SELECT pg_try_advisory_xact_lock({ALERT_LOCK})").scalar_one())
+def try_lock(connection: Connection, channel: Channel) -> bool:
+    """Become the only process that tells this channel, until the transaction ends. False: another one is."""
+    return bool(connection.exec_driver_sql(f"SELECT pg_try_advisory_xact_lock({LOCKS[channel]})").scalar_one())
 
 
 # Of letters whose operation is known: what others have sent names no amount that is believed.

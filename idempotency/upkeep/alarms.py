@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from celery import Celery
+from sqlalchemy import Connection
 from sqlalchemy.exc import DBAPIError
 
 from ..application import runtime_of
-from ..attempt.runtime import Runtime
 from ..framework import framework
 from ..observe import metrics
 from ..observe.logs import log
@@ -210,15 +210,16 @@ def run_once(app: Celery) -> int:
     unknown = [f"{NO_CONSUMERS}/{name}" for name, queue in found.queues.items() if queue.consumers is None]
     patience = {name: alarm.patience for name, alarm in alarms.items()}
     repeat = settings.alert_interval * ALARM_INTERVALS
-    # committed first: how long an alarm has lasted must not depend on the webhook
+    # committed first: neither how long an alarm has lasted nor its line may depend on the webhook
     with runtime.autocommit() as connection:
         stored.begin(connection, service, alarms)
+        to_log = [alarms[name] for name in stored.due(connection, service, patience, repeat=repeat)]
+        logged = _log(connection, to_log, service, repeat)
     with runtime.engine.begin() as connection:
-        if not stored.try_alert_lock(connection):
-            return 0
+        if not stored.try_lock(connection, "webhook"):
+            return 0 if sends else logged
         ended = stored.end(connection, service, alarms, unknown=unknown, sends=sends)
         due = [alarms[name] for name in stored.due(connection, service, patience, repeat=repeat)]
-        logged = _log(runtime, due, repeat)
         over = [alarm.name for alarm in ended if alarm.sent_at is not None]
         if sends and (due or over):
             notices = [*(alarm.notice(service) for alarm in due), *(_over(service, name) for name in over)]
@@ -232,10 +233,9 @@ def run_once(app: Celery) -> int:
     return len(due) + len(over) if sends else logged
 
 
-def _log(runtime: Runtime, due: Iterable[Alarm], repeat: float) -> int:
-    alarms, service = {alarm.name: alarm for alarm in due}, runtime.settings.service
-    with runtime.autocommit() as connection:
-        names = stored.to_log(connection, service, list(alarms), repeat=repeat)
+def _log(connection: Connection, due: Iterable[Alarm], service: str, repeat: float) -> int:
+    alarms = {alarm.name: alarm for alarm in due}
+    names = stored.to_log(connection, service, list(alarms), repeat=repeat)
     for name in names:
         metrics.alerts.labels(service, name.partition("/")[0]).inc()
         log.error("alarm", service=service, subject=alarms[name].subject, found=alarms[name].found)

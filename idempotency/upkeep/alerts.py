@@ -14,7 +14,6 @@ import urllib.request
 from collections.abc import Iterable, Iterator
 from functools import partial
 from http.client import HTTPException
-from typing import Any
 from weakref import WeakKeyDictionary
 
 from celery import Celery
@@ -22,6 +21,7 @@ from sqlalchemy import Connection
 
 from ..application import runtime_of
 from ..attempt.runtime import Runtime
+from ..deadlines import ask
 from ..framework import framework
 from ..observe import metrics
 from ..observe.logs import log
@@ -42,7 +42,7 @@ _holds_off: WeakKeyDictionary[Runtime, float] = WeakKeyDictionary()
 def run_once(app: Celery) -> int:
     """Tell what is new; returns how many rows were sent, or logged by a process that cannot send. A failing webhook raises nothing.
 
-    May take a little longer than `alert_timeout`, so call it outside of task processing.
+    May take a little longer than `alert_timeout`, which is for the whole POST, so call it outside of task processing.
     """
     runtime = runtime_of(app)
     settings = runtime.settings
@@ -52,16 +52,18 @@ def run_once(app: Celery) -> int:
         most=settings.alert_open_letters,
         repeat=settings.alert_interval * ALARM_INTERVALS,
     )
+    # committed first, and under a lock of its own: what is new is logged, however long the webhook takes with what was before
     with runtime.engine.begin() as connection:
-        if not stored.try_alert_lock(connection):
+        if not stored.try_lock(connection, "log"):
             return 0
-        # committed first: what has been logged stays logged, whatever the webhook answers
-        with runtime.engine.begin() as own:
-            if found := news(own, settings.service, "log"):
-                _log(found, settings)
-                stored.note_told(own, settings.service, "log", found)
-        if not can_send(runtime):
-            return len(found.letters) + len(found.rows)
+        if found := news(connection, settings.service, "log"):
+            _log(found, settings)
+            stored.note_told(connection, settings.service, "log", found)
+    if not can_send(runtime):
+        return len(found.letters) + len(found.rows)
+    with runtime.engine.begin() as connection:
+        if not stored.try_lock(connection, "webhook"):
+            return 0
         found = news(connection, settings.service, "webhook")
         if not found or not post(runtime, _text(found, settings), _notices(app, connection, found, settings)):
             return 0
@@ -88,7 +90,7 @@ def post(runtime: Runtime, text: str, notices: Iterable[Notice]) -> bool:
             data=json.dumps(document).encode(),
             headers={"Content-Type": "application/json"},
         )
-        with _OPENER.open(request, timeout=settings.alert_timeout):
+        with ask(request, settings.alert_timeout):  # of its body, nothing is read
             return True
     except (OSError, HTTPException, ValueError) as error:
         _holds_off[runtime] = time.monotonic() + settings.alert_interval
@@ -137,13 +139,3 @@ def _notices(app: Celery, connection: Connection, found: News, settings: Setting
     if found.stuck:
         fields = {"queues": list(found.stuck_in), "queue": ",".join(found.stuck_in)}
         yield Notice(OUTBOX_STUCK, service, found.stuck, f"{command} status", fields=fields)
-
-
-class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """Alerts go only to the address in the settings."""
-
-    def redirect_request(self, *_: Any) -> None:
-        return None
-
-
-_OPENER = urllib.request.build_opener(_NoRedirect)

@@ -14,9 +14,10 @@ from email.utils import parsedate_to_datetime
 from enum import StrEnum
 from functools import cache
 from http import HTTPStatus
-from typing import Any, Self
+from typing import Self
 
 from ..attempt.threads import DaemonThreads
+from ..deadlines import TlsSocket, connect, left
 from ..errors import AddressRefused
 from ..hosts import Address, Allowed
 from ..settings import Settings
@@ -64,23 +65,6 @@ class Answer:
         return f"status {self.status}" if self.failure is None else f"no answer ({self.failure})"
 
 
-class _Socket(ssl.SSLSocket):
-    """A TLS connection that ends at a moment, however slowly the other side sends."""
-
-    deadline = 0.0
-
-    def _limit(self) -> None:
-        self.settimeout(_left(self.deadline))
-
-    def recv_into(self, *args: Any, **options: Any) -> int:
-        self._limit()
-        return super().recv_into(*args, **options)
-
-    def send(self, *args: Any, **options: Any) -> int:
-        self._limit()
-        return super().send(*args, **options)
-
-
 @dataclass(frozen=True, slots=True)
 class Sender:
     """Makes POSTs. `timeout`: seconds for one, from the name's look-up to the end of the answer."""
@@ -126,7 +110,7 @@ class Sender:
             addresses: Sequence[Address] = (target.address,)
         else:
             looking = _resolvers(os.getpid()).submit(addresses_of, target, self.allowed, self.resolve)
-            addresses = looking.result(min(RESOLVE_TIMEOUT, _left(deadline)))
+            addresses = looking.result(min(RESOLVE_TIMEOUT, left(deadline)))
         with self._connected(target, addresses, deadline) as connected:
             connection = http.client.HTTPSConnection(target.host, target.port, context=self.authorities)
             connection.sock = connected  # so that it neither looks the name up nor connects
@@ -142,33 +126,19 @@ class Sender:
             finally:
                 connection.close()
 
-    def _connected(self, target: Target, addresses: Sequence[Address], deadline: float) -> _Socket:
+    def _connected(self, target: Target, addresses: Sequence[Address], deadline: float) -> TlsSocket:
         """A connection to one of these addresses and no other, with a certificate that is valid for the name."""
-        plain = _connect(addresses[:MOST_ADDRESSES], target.port, deadline)
+        families = {4: socket.AF_INET, 6: socket.AF_INET6}
+        places = [(families[each.version], (str(each), target.port)) for each in addresses[:MOST_ADDRESSES]]
+        plain = connect(places, deadline, each=CONNECT_TIMEOUT)
         try:
-            plain.settimeout(_left(deadline))
             connected = self.authorities.wrap_socket(plain, server_hostname=target.host)
         except BaseException:
             plain.close()
             raise
-        assert isinstance(connected, _Socket)
+        assert isinstance(connected, TlsSocket)
         connected.deadline = deadline
         return connected
-
-
-def _connect(addresses: Sequence[Address], port: int, deadline: float) -> socket.socket:
-    last: OSError = OSError("the name has no address")
-    for address in addresses:
-        family = socket.AF_INET if address.version == 4 else socket.AF_INET6
-        plain = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            plain.settimeout(min(CONNECT_TIMEOUT, _left(deadline)))
-            plain.connect((str(address), port))
-            return plain
-        except OSError as error:
-            plain.close()
-            last = error
-    raise last
 
 
 def _begin_of(answer: http.client.HTTPResponse) -> bytes:
@@ -181,12 +151,6 @@ def _begin_of(answer: http.client.HTTPResponse) -> bytes:
     except (OSError, ValueError, http.client.HTTPException):  # ValueError: of a chunk's size
         return b""
     return begin[:BODY_LIMIT]
-
-
-def _left(deadline: float) -> float:
-    if (left := deadline - time.monotonic()) <= 0.0:
-        raise TimeoutError
-    return left
 
 
 def _since(begun: float) -> int:
@@ -213,7 +177,7 @@ def _authorities(file: str | None) -> ssl.SSLContext:
     context = ssl.create_default_context()
     if file is not None:
         context.load_verify_locations(file)
-    context.sslsocket_class = _Socket
+    context.sslsocket_class = TlsSocket
     return context
 
 

@@ -111,7 +111,7 @@ class RetriedTask(Keyed[P, R_co], Generic[P, R_co]):
             raise RetriesExhausted(f"no result after {max_retries} retries") from exc
         if eta is not None:
             countdown = max((maybe_make_aware(eta) - self.app.now()).total_seconds(), 0.0)
-        if countdown is not None and countdown > MAX_DELAY:
+        if countdown is not None and not countdown <= MAX_DELAY:  # NaN is not, either
             raise InvalidArguments(f"retry: countdown: at most {MAX_DELAY:.0f} seconds, got {countdown:g}")
         retry = Retry(exc=exc, when=self.default_retry_delay if countdown is None else countdown)
         retry.__cause__ = exc  # Celery's own copy, `retry.exc`, is another error if this one cannot be pickled

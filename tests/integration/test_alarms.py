@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from celery import Celery
-from sqlalchemy import Connection, text
+from sqlalchemy import Connection, Engine, text
 
 from idempotency.application import close_runtime, settings_of
 from idempotency.checks.doctor import doctor
@@ -15,6 +15,7 @@ from idempotency.checks.findings import Level
 from idempotency.letters.consumer import DeadLetterConsumer
 from idempotency.observe import metrics
 from idempotency.relay.relay import Relay
+from idempotency.store import alarms as stored
 from idempotency.store.overview import monitoring_connection
 from idempotency.upkeep import alarms, overview
 from idempotency.upkeep.backlog import Backlog
@@ -286,6 +287,18 @@ def test_an_alarm_that_its_receiver_does_not_take_is_logged_once(
     for later in (61, 15, 15, 15):
         assert look(bank, connection, later=later) == 0
     assert counter.get() == before + 1
+
+
+def test_an_alarm_is_logged_while_another_process_tells_the_webhook(
+    bank: Celery, queue: str, connection: Connection, sent: list[str], engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    enqueue(connection, 1)
+    look(bank, connection)
+    with engine.execution_options(isolation_level="READ COMMITTED").begin() as other:
+        assert stored.try_lock(other, "webhook")
+        assert look(bank, connection, later=61) == 0
+        assert [f'subject="queue {queue}"' in message for message in caplog.messages] == [True]
+    assert (look(bank, connection), len(sent), len(caplog.messages)) == (1, 1, 1)
 
 
 def test_what_one_process_cannot_send_is_sent_by_another(

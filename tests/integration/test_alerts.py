@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import socket
 import ssl
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -24,6 +25,7 @@ from idempotency.upkeep import alerts, maintenance, reports
 from tests.support import operations as op
 from tests.support.alert_receiver import Receiver, receiving
 from tests.support.certificates import certificate_for
+from tests.support.dripping import BODY, HEADERS, dripping
 from tests.support.operations import at_once
 from tests.support.processes import eventually
 
@@ -286,6 +288,40 @@ def test_while_one_process_tells_another_one_has_nothing_to_tell(
         assert first.result(30) == 1
     assert alerts.run_once(alerting) == 0
     assert receiver.texts == ["Dead letters\nbank: 1 new, envelope"]
+
+
+@pytest.mark.parametrize("dripped", [HEADERS, BODY], ids=["headers", "body"])
+def test_a_receiver_that_drips_is_left_in_time(
+    alerting: Celery, connection: Connection, caplog: pytest.LogCaptureFixture, dripped: tuple[bytes, bytes]
+) -> None:
+    """The body is not read: what matters has been said."""
+    with dripping(*dripped) as server:
+        alerting.conf.idempotency_alert_webhook_url = server.url
+        store(connection, "envelope")
+        begun = time.monotonic()
+        told = alerts.run_once(alerting)
+        assert time.monotonic() - begun < 2.0  # of a limit of 0.5
+        assert server.asked == 1
+    assert (told, "alert_not_sent" in caplog.text) == ((1, False) if dripped is BODY else (0, True))
+
+
+def test_what_is_new_is_logged_while_the_webhook_takes_its_time(
+    alerting: Celery, receiver: Receiver, connection: Connection, caplog: pytest.LogCaptureFixture
+) -> None:
+    alerting.conf.idempotency_alert_timeout = 30.0
+    store(connection, "envelope")
+    receiver.hold.set()
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(alerts.run_once, alerting)
+        eventually(receiver.asked.is_set, what="the receiver is asked")
+        store(connection, "expired")
+        assert alerts.run_once(alerting) == 0  # as another process would
+        logged = [message for message in caplog.messages if "event=alert " in message]
+        receiver.hold.clear()
+        assert first.result(30) == 1
+    assert ["reason=envelope" in logged[0], "reason=expired" in logged[1]] == [True, True]
+    assert alerts.run_once(alerting) == 1
+    assert receiver.texts == ["Dead letters\nbank: 1 new, envelope", "Dead letters\nbank: 1 new, expired"]
 
 
 # ---------------------------------------------------------------- the weekly report

@@ -301,8 +301,11 @@ def test_an_error_that_cannot_be_pickled_is_recorded_as_itself(
     assert json.loads(record("k").error)["message"].endswith("HTTPError: HTTP Error 503: overloaded")
 
 
-def test_a_retry_beyond_the_calendar_ends_the_operation(bank: Celery, deliveries: Deliveries, record: Record) -> None:
-    task = make_task(bank, lambda self: self.retry(countdown=2.0**60))
+@pytest.mark.parametrize("seconds", [2.0**60, float("nan"), float("inf")])
+def test_a_retry_beyond_the_calendar_ends_the_operation(
+    bank: Celery, deliveries: Deliveries, record: Record, seconds: float
+) -> None:
+    task = make_task(bank, lambda self: self.retry(countdown=seconds))
     assert deliveries.deliver(task, key="k").state == "FAILURE"
     assert code(record("k"))[0] == "call_refused"
 

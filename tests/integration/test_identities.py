@@ -382,7 +382,7 @@ def test_the_keys_may_be_fetched_from_the_issuer(
     bank: Celery, configure: Callable[..., None], monkeypatch: pytest.MonkeyPatch, answer: tuple[int, str]
 ) -> None:
     monkeypatch.setattr(Provider, "answer", answer)
-    identities._client.cache_clear()
+    identities._issuer.cache_clear()
     server = HTTPServer(("127.0.0.1", 0), Provider)
     serving = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     serving.start()

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import socket
+import ssl
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+from typing import Literal
 
 import pytest
 
-from idempotency import Defer
+from idempotency import Defer, PermanentError
 from tasks.mail import Mailer, MailError, MailServer
+from tests.support.certificates import certificate_for
 
 SENDER = "shop@shop.example"
 
@@ -18,8 +22,13 @@ SENDER = "shop@shop.example"
 class Server:
     """Speaks SMTP on loopback. `data`: what it says to DATA; `end`: what it says after a text. Keeps what it has taken."""
 
-    def __init__(self, data: bytes, end: bytes) -> None:
+    def __init__(self, data: bytes, end: bytes, certificate: Path | None = None) -> None:
         self.data, self.end = data, end
+        self.context = None
+        if certificate is not None:
+            self.context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            self.context.load_cert_chain(certificate)
+        self.early: list[bytes] = []  # what it says during a text, once it has begun
         self.said: list[bytes] = []
         self.taken: list[tuple[bytes, bytes]] = []  # who to, what
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -36,7 +45,7 @@ class Server:
 
     def _serving(self, connection: socket.socket) -> None:
         with suppress(OSError):
-            self._serve(connection)
+            self._serve(self.context.wrap_socket(connection, server_side=True) if self.context else connection)
 
     def _serve(self, connection: socket.socket) -> None:
         to = b""
@@ -54,10 +63,15 @@ class Server:
                         connection.sendall(self.data)
                         if not self.data.startswith(b"354"):
                             continue
-                        text = b""
-                        while (each := lines.readline()) not in (b".\r\n", b""):
-                            text += each
-                        self.taken.append((to, text))
+                        text: list[bytes] = []
+                        while (each := lines.readline()) != b".\r\n":
+                            if not each:
+                                return
+                            text.append(each)
+                            for said in self.early:
+                                connection.sendall(said)
+                            self.early = []
+                        self.taken.append((to, b"".join(text)))
                         connection.sendall(self.end)
                     case b"QUIT":
                         connection.sendall(b"221 bye\r\n")
@@ -71,11 +85,12 @@ class Server:
 
 @contextmanager
 def served(
-    data: bytes = b"354 go on\r\n", end: bytes = b"250 ok\r\n"
+    data: bytes = b"354 go on\r\n", end: bytes = b"250 ok\r\n", certificate: Path | None = None
 ) -> Iterator[tuple[Server, Callable[..., object]]]:
+    tls: Literal["none", "implicit"] = "none" if certificate is None else "implicit"
     with (
-        closing(Server(data, end)) as server,
-        closing(Mailer(MailServer("127.0.0.1", server.port), sender=SENDER, timeout=5)) as mailer,
+        closing(Server(data, end, certificate)) as server,
+        closing(Mailer(MailServer("127.0.0.1", server.port, tls), sender=SENDER, timeout=5)) as mailer,
     ):
         yield server, mailer.send
 
@@ -115,3 +130,45 @@ def test_an_answer_to_an_earlier_mail_refuses_no_other() -> None:
         for number in range(3):
             send("a@shop.example", "s", f"body {number}\n", idempotency_key=f"k-{number}")
         assert [text.splitlines()[-1] for _, text in server.taken] == [b"body 0", b"body 1", b"body 2"]
+
+
+@pytest.fixture(params=[False, True], ids=["plain", "tls"])
+def secured(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path | None:
+    """The certificate of a server with TLS."""
+    if not request.param:
+        return None
+    certificate = certificate_for("127.0.0.1", tmp_path)
+    monkeypatch.setenv("SSL_CERT_FILE", f"{certificate}.crt")
+    return certificate
+
+
+@pytest.mark.parametrize(
+    ("data", "early", "lines"),
+    [(b"354 go on\r\n250 ok\r\n", [], 1), (b"354 go on\r\n", [b"250 ok\r\n"], 100_000)],
+    ids=["before the text", "in the text"],
+)
+def test_what_is_said_before_the_end_of_a_mail_is_no_answer_to_it(
+    secured: Path | None, data: bytes, early: list[bytes], lines: int
+) -> None:
+    """The server would refuse it at its end."""
+    with served(data, b"554 no\r\n", secured) as (server, send):
+        server.early = [*early]
+        with pytest.raises(MailError, match="before the end of the message"):
+            send("a@shop.example", "s", f"{'x' * 70}\n" * lines, idempotency_key="k")
+        assert server.taken == []
+
+
+def test_a_refusal_before_the_end_of_a_mail_is_one(secured: Path | None) -> None:
+    with served(data=b"354 go on\r\n552 too large\r\n", certificate=secured) as (server, send):
+        with pytest.raises(PermanentError, match="552"):
+            send("a@shop.example", "s", "b", idempotency_key="k")
+        assert server.taken == []
+
+
+def test_a_mail_with_lines_of_dots_arrives_as_it_is(secured: Path | None) -> None:
+    with served(certificate=secured) as (server, send):
+        for number in range(2):
+            send("a@shop.example", "s", f"{number}\n.\n..\n.a", idempotency_key="k")
+        assert [text.split(b"\r\n\r\n")[1] for _, text in server.taken] == [
+            b"%d\r\n..\r\n...\r\n..a\r\n" % number for number in range(2)
+        ]

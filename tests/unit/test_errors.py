@@ -8,7 +8,7 @@ import re
 import pytest
 from celery.utils.serialization import get_pickleable_exception
 
-from idempotency import errors
+from idempotency import StillUnknown, errors
 
 ALL = sorted(
     (
@@ -63,6 +63,26 @@ def test_a_permanent_error_has_a_code_that_may_be_given(kind: type[errors.Perman
     given = kind("no", "card_declined")
     assert given.code == "card_declined"
     assert state(type(given)(*given.args)) == state(given)
+
+
+@pytest.mark.parametrize("seconds", ["nan", "-nan", "inf"])
+@pytest.mark.parametrize("kind", [errors.Defer, errors.NotSent, errors.Undecided, errors.Again, errors.NothingDone])
+def test_a_time_that_never_comes_is_refused_where_it_is_given(kind: type[Exception], seconds: str) -> None:
+    field = "delay" if issubclass(kind, errors.Again) else "seconds"
+    with pytest.raises(ValueError, match=f"^{field}: must be a finite number, got {float(seconds)}$"):
+        kind(float(seconds), "later")
+    with pytest.raises(ValueError, match=r"^ask_again: must be a finite number"):
+        StillUnknown(float(seconds))
+
+
+def test_a_time_that_is_over_is_now() -> None:
+    assert [errors.Defer(seconds, "later").seconds for seconds in (float("-inf"), -1.0, 0.0, 2.5)] == [
+        0.0,
+        0.0,
+        0.0,
+        2.5,
+    ]
+    assert [errors.Again(delay, ValueError()).delay for delay in (None, 1e300)] == [None, 1e300]
 
 
 def test_the_tree_in_the_documentation_is_the_real_one() -> None:

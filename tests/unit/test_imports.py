@@ -47,7 +47,7 @@ def test_an_import_the_wrong_way_is_noticed_wherever_it_stands() -> None:
 # From the bottom up: each may import what is listed before it, and nothing else of the library. Those of one row are
 # independent of each other.
 LAYERS = (
-    ("text", "environment", "hosts", "tls"),
+    ("text", "environment", "hosts", "tls", "deadlines"),
     ("errors",),
     ("reasons",),
     ("extras",),
@@ -61,6 +61,7 @@ LAYERS = (
     ("broker",),
     ("attempt",),
     ("stores",),
+    ("issuer",),
     ("application", "identities", "waiting"),
     ("handle", "http", "streams"),
     ("worker",),

@@ -61,7 +61,3 @@ def test_a_rate_limit_is_waited_for_as_long_as_makes_sense(provider: str, given:
         with pytest.raises(Defer) as deferred:
             ask(url)
     assert deferred.value.seconds == seconds or (seconds is None and 0 < deferred.value.seconds <= 60)
-
-
-def test_a_deferral_for_no_time_at_all_is_one_for_none() -> None:
-    assert [Defer(seconds, "later").seconds for seconds in (float("nan"), -1.0, 0.0, 2.5)] == [0.0, 0.0, 0.0, 2.5]
