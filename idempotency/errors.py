@@ -159,7 +159,7 @@ class Unfinished(PermanentError):
 
 
 class StoredRefusal(PermanentError):
-    """Raise this from an effect for a refusal that the provider stores under the key: unlike another, it is one of earlier calls, too, whose reply was lost."""
+    """Raise this from an effect for a refusal that the provider replays under the key: only this one applies to an earlier call, too, whose reply was lost."""
 
     default_code = "stored_refusal"
 
