@@ -56,7 +56,7 @@ OF_MESSAGES = {
     "invalid_key": "the idempotency key breaks a rule",
     "invalid_arguments": "the arguments do not fit the task, or are not JSON",
     "expired": "past its expires",
-    EXPIRED_EARLY: "expired in the broker by a time to live that its sender did not give it; its operation was not touched",
+    EXPIRED_EARLY: "expired in the broker by a time to live that its sender did not give it; it belongs to no operation",
     "other_service": "in the outbox of another application, which is to run it",
     OTHER_CELL: "its tenant is of another cell than this one, or of none",
     "delivery_limit": "delivered too often without an answer: each delivery lost its worker or its connection",

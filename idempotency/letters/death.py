@@ -24,8 +24,6 @@ class Death:
     exchange: str | None = None
     routing_key: str | None = None
     time: datetime | None = None
-    # whether the message had a time to live of its own: AMQP's property `expiration`
-    had_expiration: bool = False
 
 
 def death_of(headers: Mapping[str, Any]) -> Death:
@@ -46,5 +44,4 @@ def _deaths(headers: Mapping[str, Any]) -> Iterator[Death]:
                     exchange if isinstance(exchange, str) else None,
                     keys[0] if isinstance(keys, list) and keys and isinstance(keys[0], str) else None,
                     time.replace(tzinfo=time.tzinfo or UTC) if isinstance(time, datetime) else None,
-                    "original-expiration" in entry,
                 )

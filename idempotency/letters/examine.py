@@ -61,17 +61,21 @@ def disbelieved(app: Celery, message: Message) -> Examined | None:
     limit = max(BODY_LIMIT, BODY_PER_ARGUMENTS * runtime_of(app).settings.arguments_limit)
     if (beyond := beyond_limits(headers, message.body, body_limit=limit)) is not None:
         return Examined(BEYOND_LIMIT, detail=beyond)
-    # also with a header of ours for a task that is plain here: newer code may have made it idempotent
-    is_ours = isinstance(_task_of(app, headers), IdempotentTask) or any(
-        is_our_header(each) and each != SIGNATURE_HEADER for each in headers
-    )
-    if is_ours and (forged := _forged(app, message)) is not None:
+    if _is_ours(app, headers) and (forged := _forged(app, message)) is not None:
         return Examined(forged)
     return None
 
 
 def examine(app: Celery, message: Message) -> Examined:
     """Say whether a worker can run this message. A content type that is not accepted is never decoded."""
+    examined = _examined(app, message)
+    if examined.reason == "invalid_header" and SIGNATURE_HEADER in message.headers and _is_ours(app, message.headers):
+        # what is signed is fit, so somebody has added this to a copy
+        return Examined(ALTERED, detail=examined.detail)
+    return examined
+
+
+def _examined(app: Celery, message: Message) -> Examined:
     if (refused := disbelieved(app, message)) is not None:
         return refused
     if (why := unreadable(message.properties, message.delivery_info)) is not None:
@@ -132,6 +136,16 @@ def examine(app: Celery, message: Message) -> Examined:
         # Celery would acknowledge it; an accepted operation is never just dropped
         return replace(examined, reason="expired")
     return examined
+
+
+def _is_ours(app: Celery, headers: Mapping[str, Any]) -> bool:
+    """Whether a message has to be signed, if any has: also one with a header of ours for a task that is plain here.
+
+    Newer code may have made that idempotent.
+    """
+    return isinstance(_task_of(app, headers), IdempotentTask) or any(
+        is_our_header(each) and each != SIGNATURE_HEADER for each in headers
+    )
 
 
 def _task_of(app: Celery, headers: Mapping[str, Any]) -> Any:

@@ -107,8 +107,8 @@ def letter_of(
         headers = _beginning(headers)
     own = {name: value for name, value in headers.items() if not is_brokers(name) and name not in _NOT_REPLAYED}
     body, is_text = body_of(raw[:BODY_KEPT] if reason == BEYOND_LIMIT else raw)
-    # what names an operation, unless anyone may have written it
-    said = {} if reason in (UNSIGNED, ALTERED, BEYOND_LIMIT) else headers
+    # what names an operation, unless anyone may have written or copied it
+    said = {} if reason in (UNSIGNED, ALTERED, EXPIRED_EARLY, BEYOND_LIMIT) else headers
     # a key without a tenant is of the default one, as a worker would have it
     tenant = said.get(TENANT_HEADER, runtime_of(app).settings.tenant if KEY_HEADER in said else None)
     properties = {"correlation_id": headers["id"]} if isinstance(headers.get("id"), str) else {}
@@ -153,14 +153,16 @@ def was_allowed_to_expire(app: Celery, message: BrokerMessage) -> bool:
 
 
 def has_expired_early(app: Celery, message: BrokerMessage) -> bool:
-    """Whether a signed message died of a time to live that its sender did not give it: AMQP's `expiration` is not signed.
+    """Whether messages are signed, and this one died of a time to live that its sender did not give it.
 
-    Whoever can publish to a queue may have copied it. Its operation is delivered by the original.
+    AMQP's property `expiration` is not signed, nor is what the broker notes about a death: whoever can publish to a queue may have
+    copied the message. Its operation is delivered by the original.
     """
-    death, expires = death_of(message.headers), message.headers.get("expires")
-    if not (runtime_of(app).settings.message_secrets and death.reason == "expired" and death.had_expiration):
+    if not runtime_of(app).settings.message_secrets or death_of(message.headers).reason != "expired":
         return False
-    return expires is None or time_of(app, expires) > datetime.now(UTC) + CLOCKS_APART
+    return (expires := message.headers.get("expires")) is None or time_of(app, expires) > datetime.now(
+        UTC
+    ) + CLOCKS_APART
 
 
 def reason_of(message: BrokerMessage, examined: Examined) -> str:

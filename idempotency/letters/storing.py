@@ -61,7 +61,8 @@ def store(
         return None
     examined = examine(app, message)
     if examined.id is not None and examined.reason is None and has_expired_early(app, message):
-        examined = Examined(EXPIRED_EARLY, examined.task)
+        is_stale = _is_stale(app, message, examined.id)
+        examined = Examined("stale" if is_stale else EXPIRED_EARLY, examined.task)
     fingerprints: list[str] = []
     if examined.id is not None:
         try:

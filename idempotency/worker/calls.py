@@ -27,7 +27,7 @@ from ..wire.message import Message
 from . import eager, following, publishing, sending
 from .following import FOLLOWS
 from .keyed import Keyed, shown
-from .using import NEVER_DROPPED, CallOptions, P, Using, check_options, checked_delay
+from .using import CallOptions, P, Using, check_kept, check_options, checked_delay
 
 if TYPE_CHECKING:
     from celery.result import AsyncResult
@@ -185,7 +185,7 @@ class KeyedTask(Keyed[P, R_co], Generic[P, R_co]):
     ) -> AsyncResult[R_co]:
         """Send the task now. Protected against duplicates, not against a lost publish: that is what `enqueue` is for.
 
-        Raises `MissingKey`, `InvalidKey` and `InvalidArguments`, also for `expires` and for a `serializer` other than json;
+        Raises `MissingKey`, `InvalidKey` and `InvalidArguments`, also for `expires`, `expiration` and a `serializer` other than json;
         then nothing was sent.
         """
         follows = options.pop(FOLLOWS, False)
@@ -230,8 +230,7 @@ class KeyedTask(Keyed[P, R_co], Generic[P, R_co]):
     def _check_call(self, call: Signature) -> OperationId:
         """The operation that this signature is for. Raises the `CallRefused` that sending it would raise."""
         options = call.options
-        if options.get("expires") is not None:
-            raise InvalidArguments(NEVER_DROPPED)
+        check_kept(options)
         args, kwargs = self._as_sent(call.args, call.kwargs)
         headers = senders_headers(options.get("headers") or {})
         id, _ = self._checked(args, kwargs, options.get("idempotency_key"), options.get("tenant"), headers)

@@ -143,7 +143,7 @@ class DeduplicatedTask(Without, RetriedTask[P, R_co], Generic[P, R_co]):
     ) -> Any:
         """Send the task now, under its key. Not protected against a lost publish: call it again, under the same key.
 
-        Raises `MissingKey`, `InvalidKey` and `InvalidArguments`, also for `expires` and for a `serializer` other than json;
+        Raises `MissingKey`, `InvalidKey` and `InvalidArguments`, also for `expires`, `expiration` and a `serializer` other than json;
         then nothing was sent.
         """
         celerys = (task_id, producer, link, link_error, shadow)

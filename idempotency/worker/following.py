@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any, cast
 from celery import Celery, Signature, signature
 from celery.exceptions import Ignore, Reject, Retry
 
-from ..errors import InvalidArguments, MissingKey
+from ..errors import MissingKey
 from ..wire.delivery import NamesItsOperation
 from ..wire.headers import KEY_HEADER, REFUSED_HEADER, TENANT_HEADER, harmless_headers, refused_headers, senders_headers
 from . import signed_calls
-from .using import NEVER_DROPPED
+from .using import check_kept
 
 if TYPE_CHECKING:
     from .calls import KeyedTask
@@ -59,8 +59,7 @@ def check(app: Celery, callbacks: Sequence[Any], errbacks: Any) -> None:
 
 def _check_partial(task: KeyedTask, call: Signature) -> None:
     """Raise the `CallRefused` that sending this signature would raise whatever its first argument will be."""
-    if call.options.get("expires") is not None:
-        raise InvalidArguments(NEVER_DROPPED)
+    check_kept(call.options)
     given = (call.options.get("idempotency_key"), _headers_of(call).get(KEY_HEADER))
     if given == (None, None) and task._key_function is None:
         raise MissingKey(f"{task.name}: give idempotency_key=, or the task a key template")

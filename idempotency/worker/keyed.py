@@ -25,7 +25,7 @@ from ..wire.headers import (
 from ..wire.keys import KeyFrom, KeyFunction, OperationId
 from . import signed_calls
 from .options import check_spelling
-from .using import NEVER_DROPPED, P
+from .using import P, check_kept
 
 if TYPE_CHECKING:
     from celery import Task as TypedTask
@@ -94,8 +94,7 @@ class Keyed(TypedTask[P, R_co], Generic[P, R_co]):
     def _send(self, call: Any, celerys: Any, named: dict[str, Any], options: dict[str, Any]) -> AsyncResult[R_co]:
         """Send a message. `celerys`: of Celery's arguments those with positions. Raises `CallRefused`."""
         args, kwargs = call
-        if options.get("expires", self.expires) is not None:
-            raise InvalidArguments(NEVER_DROPPED)
+        check_kept({"expires": self.expires} | options)
         if (serializer := options.get("serializer") or self.serializer or "json") != "json":
             raise InvalidArguments(f"serializer: must be 'json', got {serializer!r}")
         if (protocol := self.app.conf.task_protocol) != 2:

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 # The parameters of a task's function. Without a typed decorator (`idempotent_task`) they are not known: anything goes.
 P = ParamSpec("P", default=...)
 
-NEVER_DROPPED = "expires: an accepted operation is never dropped; cancel it instead"
+# Options by which a worker, or the broker, would drop the message: Celery's, and the property of AMQP.
+_DROPPING = ("expires", "expiration")
 
 
 class CallOptions(TypedDict, total=False):
@@ -68,6 +69,13 @@ class Using(Generic[P, R_co]):
         if "ordering_key" in self._options:
             raise InvalidArguments("ordering_key: only messages that are enqueued have an order")
         return self._task.apply_async(args, kwargs, **self._options)
+
+
+def check_kept(options: Mapping[str, Any]) -> None:
+    """Raise `InvalidArguments` for an option by which the message could be dropped."""
+    for name in _DROPPING:
+        if options.get(name) is not None:
+            raise InvalidArguments(f"{name}: an accepted operation is never dropped; cancel it instead")
 
 
 def checked_delay(countdown: object, eta: object) -> tuple[float, datetime | None]:

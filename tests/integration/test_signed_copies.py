@@ -1,0 +1,180 @@
+"""Copies of signed messages: what nobody has signed of them ends nothing, and keeps nothing from being sent again."""
+
+# ruff: noqa: F811  fixtures of another module
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+from celery import Celery
+from sqlalchemy import Connection, Engine, text
+
+from idempotency import OperationId
+from idempotency.errors import InvalidArguments
+from idempotency.operate import discard
+from idempotency.operate.erase import erase
+from idempotency.operate.people import Person
+from idempotency.relay.relay import Relay
+from idempotency.relay.resend import resend_lost
+from idempotency.upkeep import maintenance
+from tests.integration.test_signed_messages import bank, environment, letters, signed  # noqa: F401
+from tests.support import bank as b
+from tests.support import operations as op
+from tests.support.dead_messages import body_of, publish
+from tests.support.operators import ANN, act
+from tests.support.processes import Processes, eventually
+from tests.support.tasks import transactional
+
+
+@pytest.fixture
+def task(request: pytest.FixtureRequest) -> Any:
+    return getattr(request, "param", b.deposit)
+
+
+@pytest.fixture
+def taken(bank: Celery, relay: Relay, engine: Engine, task: Any) -> Any:
+    """The message of an accepted deposit, which somebody with the right to read has taken away."""
+    with transactional(engine).begin() as caller:
+        task.enqueue(caller, "a1")
+    name = bank.conf.task_default_queue
+    with bank.connection_for_write() as broker:
+        channel = broker.channel()
+        bank.amqp.queues[name](channel).declare()
+        return eventually(lambda: channel.basic_get(name, no_ack=True))
+
+
+def resent(bank: Celery, connection: Connection) -> int:
+    connection.execute(text("UPDATE idempotency.outbox SET published_at = published_at - interval '1 day'"))
+    return resend_lost(bank, lambda _: 0).resent
+
+
+def test_a_copy_that_is_made_to_expire_ends_nothing_and_the_original_runs(
+    bank: Celery,
+    processes: Processes,
+    connection: Connection,
+    entries: Callable[[str], int],
+    letters: Callable[[int], Any],
+) -> None:
+    """AMQP's `expiration` is a property and not signed: RabbitMQ itself dead-letters the copy, with an `x-death` that is true."""
+    original = signed("a1")
+    publish(bank, body_of("a1"), headers=original, expiration=0.001)
+    (letter,) = letters(1)
+    assert letter.reason == "expired_early"
+    publish(bank, body_of("a1"), headers=original)
+    processes.worker()
+    eventually(lambda: entries("a1") == 1)
+    statuses = connection.execute(text("SELECT status FROM idempotency.records WHERE key = 'a1'")).scalars().all()
+    assert statuses == ["completed"]
+
+
+@pytest.mark.parametrize(("minutes", "reason"), [(0, "expired"), (60, "expired_early")])
+def test_a_message_expires_when_its_sender_has_said_and_not_earlier(
+    bank: Celery, letters: Callable[[int], Any], minutes: int, reason: str
+) -> None:
+    expires = (datetime.now(UTC) + timedelta(minutes=minutes, seconds=2)).isoformat()
+    publish(bank, body_of("a1"), headers=signed("a1", expires=expires), expiration=0.001)
+    assert [letter.reason for letter in letters(1)] == [reason]
+
+
+def test_a_death_that_a_copy_has_brought_with_it_changes_nothing(
+    bank: Celery,
+    processes: Processes,
+    entries: Callable[[str], int],
+    letters: Callable[[int], Any],
+) -> None:
+    """RabbitMQ counts up such an entry, and adds nothing about the expiration."""
+    name = bank.conf.task_default_queue
+    forged = {"count": 1, "queue": name, "reason": "expired", "exchange": "", "routing-keys": [name]}
+    original = signed("a1")
+    publish(bank, body_of("a1"), headers=original | {"x-death": [forged]}, expiration=0.001)
+    assert [letter.reason for letter in letters(1)] == ["expired_early"]
+    publish(bank, body_of("a1"), headers=original)
+    processes.worker()
+    eventually(lambda: entries("a1") == 1)
+
+
+def test_a_copy_of_long_ago_that_expires_is_stale(bank: Celery, letters: Callable[[int], Any]) -> None:
+    publish(bank, body_of("a1"), headers=signed("a1", at=time.time() - 3 * 86400), expiration=0.001)
+    assert [letter.reason for letter in letters(1)] == ["stale"]
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({}, "expired_early"),
+        ({"is_eager": True}, "altered"),
+        pytest.param({"headers": "no object"}, "altered", marks=pytest.mark.long),
+        pytest.param({"chain": [{"task": "any"}]}, "altered", marks=pytest.mark.long),
+    ],
+)
+def test_a_lost_message_is_sent_again_whatever_its_copies_say(
+    bank: Celery,
+    taken: Any,
+    connection: Connection,
+    letters: Callable[[int], Any],
+    changed: dict[str, Any],
+    reason: str,
+) -> None:
+    headers = taken.properties["application_headers"]
+    if changed:
+        death = {"x-death": [{"queue": bank.conf.task_default_queue, "reason": "rejected"}]}  # as a worker rejects it
+        publish(bank, taken.body, queue=f"{bank.conf.task_default_queue}-dead", headers=headers | changed | death)
+    else:
+        publish(bank, taken.body, headers=headers, expiration=0.001)
+    (letter,) = letters(1)
+    assert (letter.reason, letter.task, letter.key, letter.outbox_id) == (reason, None, None, None)
+    assert resent(bank, connection) == 1
+
+
+@pytest.mark.parametrize("task", [b.waited_deposit], indirect=True)
+def test_who_discards_the_letter_of_a_copy_gives_nothing_up(
+    bank: Celery,
+    taken: Any,
+    connection: Connection,
+    letters: Callable[[int], Any],
+) -> None:
+    publish(bank, taken.body, headers=taken.properties["application_headers"], expiration=0.001)
+    (letter,) = letters(1)
+    act(bank, discard.request, Person("ann", "operator"), letter.id, "a copy that somebody has made")
+    act(bank, discard.approve, Person("ben", "approver"), letter.id)
+    (row,) = op.outbox(connection)
+    assert row.settled_at is None
+    assert resent(bank, connection) == 1
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("how", ["purge", "erase"])
+def test_a_copy_keeps_no_record_of_what_has_ended(
+    bank: Celery,
+    taken: Any,
+    processes: Processes,
+    connection: Connection,
+    entries: Callable[[str], int],
+    letters: Callable[[int], Any],
+    how: str,
+) -> None:
+    headers = taken.properties["application_headers"]
+    publish(bank, taken.body, headers=headers, expiration=0.001)
+    letters(1)
+    publish(bank, taken.body, headers=headers)
+    processes.worker()
+    eventually(lambda: entries("a1") == 1)
+    if how == "erase":
+        erase(bank, OperationId("default", b.deposit.name, "a1"), ANN)
+        return
+    for change in (
+        "UPDATE idempotency.outbox SET settled_at = now() - interval '1 year', published_at = now() - interval '1 year'",
+        "UPDATE idempotency.records SET completed_at = now() - interval '2 years', expires_at = now() - interval '1 year'",
+    ):
+        connection.execute(text(change))
+    maintenance.purge(bank)
+    assert connection.execute(text("SELECT count(*) FROM idempotency.records")).scalar_one() == 0
+
+
+def test_no_sender_gives_a_message_a_time_to_live(bank: Celery) -> None:
+    with pytest.raises(InvalidArguments, match="expiration: an accepted operation is never dropped"):
+        b.deposit.apply_async(("a1",), expiration=1)
