@@ -84,7 +84,7 @@ def make_token(as_json: JsonOption = False) -> None:
     if as_json:
         print_json({"token": token, "token_sha256": identities.token_hash(token)})
     else:
-        errors.print(f"token_sha256 = {identities.token_hash(token)}", highlight=False, soft_wrap=True)
+        errors.print(f'token_sha256 = "{identities.token_hash(token)}"', highlight=False, soft_wrap=True)
         print(token)  # noqa: T201
 
 

@@ -199,8 +199,8 @@ def show_operation(
 def _print_rows(title: str, rows: list[dict[str, Any]], *columns: str) -> None:
     if rows:
         columns = tuple(column for column in columns if column in rows[0])
-        # of the relay's: the body has not run as often
-        names = ["tries to publish" if column == "attempts" else column for column in columns]
+        # to publish it, by the relay
+        names = ["failed tries" if column == "attempts" else column for column in columns]
         print_table(*names, rows=[[row[column] for column in columns] for row in rows], title=title)
 
 
