@@ -205,6 +205,7 @@ def nothing_waits(queue: str) -> dict[tuple[str, ...], float]:
         ("idempotency_webhooks_disabled",): 0,
         ("idempotency_outbox_oldest_seconds",): 0,
         ("idempotency_unknown_effects_open",): 0,
+        ("idempotency_dead_letters_archived",): 0,
     }
 
 
