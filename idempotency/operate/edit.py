@@ -206,7 +206,7 @@ def _operation(app: Celery, connection: Connection, row: Row[Any], *, locks: boo
     if record is None:
         if row.generation is not None:
             what = "its operation is purged"
-    elif _is_opened_by_edit(connection, row, record):
+    elif row.generation is None and edits.has_opened(connection, id, record):
         pass
     elif record.status != "failed":
         what = f"its operation is {record.status}; only what has failed, or has not begun, is edited"
@@ -219,16 +219,6 @@ def _operation(app: Celery, connection: Connection, row: Row[Any], *, locks: boo
     if what is not None:
         raise ChangeRefused(f"dead letter {row.id}: {what}")
     return id, record
-
-
-def _is_opened_by_edit(connection: Connection, row: Row[Any], record: Any) -> bool:
-    """Whether an earlier edit of this letter has given the operation its record, and nothing has run since."""
-    return (
-        row.generation is None
-        and (record.status, record.generation, record.attempts) == ("released", 1, 0)
-        and record.fingerprint == row.fingerprint
-        and edits.first_payload(connection, row.id) is not None
-    )
 
 
 def _checked(app: Celery, connection: Connection, row: Row[Any], corrected: str) -> _Editable:
@@ -255,7 +245,7 @@ def _apply(app: Celery, connection: Connection, found: _Editable) -> None:
     if found.record is None:
         _open_record(app, connection, found)
     elif row.generation is None and not edits.apply_to_opened(
-        connection, found.id, was=found.was, fingerprint=found.fingerprint
+        connection, found.id, row, after=found.after, was=found.was, fingerprint=found.fingerprint
     ):
         raise ChangeRefused(f"dead letter {row.id}: its operation has changed meanwhile; look again")
     if not edits.apply(connection, found.id, row, after=found.after, was=found.was, fingerprint=found.fingerprint):
@@ -265,9 +255,12 @@ def _apply(app: Celery, connection: Connection, found: _Editable) -> None:
 def _open_record(app: Celery, connection: Connection, found: _Editable) -> None:
     """Give an operation that has not begun its record, under its new fingerprint: a request of before would begin it otherwise.
 
-    It is released and has no message, so nothing runs it before a replay brings one.
+    It is released, and nothing delivers it before a replay. It has the message for a cancel, which tells `on_failed` the
+    arguments and leaves a letter that can be replayed.
     """
+    row = found.row
     if not open_record(
-        connection, runtime_of(app), found.id, service=found.row.consumer_service, fingerprint=found.fingerprint
-    ):
-        raise ChangeRefused(f"dead letter {found.row.id}: its operation has begun meanwhile; look again")
+        connection, runtime_of(app), found.id, service=row.consumer_service, fingerprint=found.fingerprint,
+        message=found.after, queue=row.queue or "",
+    ):  # fmt: skip
+        raise ChangeRefused(f"dead letter {row.id}: its operation has begun meanwhile; look again")

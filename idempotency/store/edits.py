@@ -86,10 +86,16 @@ _EDIT_RECORD = f"""
 UPDATE idempotency.records SET message = %(after)s, fingerprint = %(fingerprint)s, updated_at = clock_timestamp()
 WHERE {ROW} AND status = 'failed' AND generation = %(generation)s AND fingerprint = %(was)s AND effects = '{{}}'
 """
-# One that an edit has opened: it still has no message, so that only a replay runs it.
+# One that an edit has opened. It is released and no row of it is due, so that only a replay runs it.
 _EDIT_OPENED = f"""
-UPDATE idempotency.records SET fingerprint = %(fingerprint)s, updated_at = clock_timestamp()
-WHERE {ROW} AND status = 'released' AND message = '' AND fingerprint = %(was)s AND effects = '{{}}'
+UPDATE idempotency.records
+SET message = %(after)s, queue = %(queue)s, fingerprint = %(fingerprint)s, updated_at = clock_timestamp()
+WHERE {ROW} AND (status, generation, attempts) = ('released', 1, 0) AND fingerprint = %(was)s AND effects = '{{}}'
+"""
+_HAS_OPENED = f"""
+SELECT EXISTS (SELECT FROM idempotency.dead_letters d
+               WHERE {ROW} AND status = 'open' AND generation IS NULL AND fingerprint = %(fingerprint)s
+                 AND EXISTS (SELECT FROM idempotency.letter_edits e WHERE e.letter = d.id AND e.applied_at IS NOT NULL))
 """
 _MOVE_FORMER = f"UPDATE idempotency.former_fingerprints SET became = %(fingerprint)s WHERE {ROW} AND became = %(was)s"
 _ADD_FORMER = """
@@ -164,6 +170,14 @@ def obstacle(connection: Connection, id: OperationId, letter: Row[Any]) -> str |
     return why
 
 
+def has_opened(connection: Connection, id: OperationId, record: Any) -> bool:
+    """Whether an edit of a letter that is open has given the operation this record, and nothing has run since."""
+    if (record.status, record.generation, record.attempts) != ("released", 1, 0) or not is_there(connection):
+        return False
+    fields = named(id) | {"fingerprint": record.fingerprint}
+    return bool(connection.exec_driver_sql(_HAS_OPENED, fields).scalar_one())
+
+
 # ---------------------------------------------------------------- change
 
 
@@ -214,9 +228,11 @@ def apply(
     return True
 
 
-def apply_to_opened(connection: Connection, id: OperationId, *, was: str | None, fingerprint: str) -> bool:
-    """Give the record that an earlier edit has opened this fingerprint. False: it is not as it has to be any more."""
-    fields = named(id) | {"was": was, "fingerprint": fingerprint}
+def apply_to_opened(
+    connection: Connection, id: OperationId, letter: Row[Any], *, after: str, was: str | None, fingerprint: str
+) -> bool:
+    """Give the record that an earlier edit has opened this message. False: it is not as it has to be any more."""
+    fields = named(id) | {"after": after, "was": was, "fingerprint": fingerprint, "queue": letter.queue or ""}
     return bool(execute(connection, _EDIT_OPENED, fields).rowcount == 1)
 
 
