@@ -202,6 +202,8 @@ def _operation(app: Celery, connection: Connection, row: Row[Any], *, locks: boo
         if locks
         else operations.lookup(connection, id, runtime_of(app).settings.service)
     )
+    if locks:
+        edits.lock_row(connection, row)
     what = edits.obstacle(connection, id, row)
     if record is None:
         if row.generation is not None:

@@ -57,8 +57,11 @@ SELECT CASE
     WHEN EXISTS (SELECT FROM idempotency.outbox
                  WHERE {ROW} AND settled_at IS NULL AND id IS DISTINCT FROM %(outbox_id)s)
         THEN 'another message of its operation is under way; look again when it has been delivered'
+    WHEN EXISTS (SELECT FROM idempotency.outbox WHERE id = %(outbox_id)s AND status = 'pending')
+        THEN 'its message waits to be sent; look again when it has been delivered'
 END
 """
+_LOCK_ROW = "SELECT FROM idempotency.outbox WHERE id = %(outbox_id)s FOR UPDATE"
 
 _DROP_WAITING = "DELETE FROM idempotency.letter_edits WHERE letter = %(letter)s AND applied_at IS NULL"
 _ADD = """
@@ -78,8 +81,9 @@ UPDATE idempotency.dead_letters
 SET payload = %(after)s, fingerprint = %(fingerprint)s, tenant = %(tenant)s, task = %(task)s, key = %(key)s
 WHERE id = %(letter)s AND status = 'open'
 """
+# One that was published is `taken` at once (see `lost.py`): a pass that has read it before the letter does not send it again.
 _EDIT_ROW = """
-UPDATE idempotency.outbox SET message = %(after)s, fingerprint = %(fingerprint)s
+UPDATE idempotency.outbox SET message = %(after)s, fingerprint = %(fingerprint)s, taken = taken OR status = 'published'
 WHERE id = %(outbox_id)s AND (settled_at IS NULL OR status = 'failed')
 """
 _EDIT_RECORD = f"""
@@ -179,6 +183,11 @@ def has_opened(connection: Connection, id: OperationId, record: Any) -> bool:
 
 
 # ---------------------------------------------------------------- change
+
+
+def lock_row(connection: Connection, letter: Row[Any]) -> None:
+    """Lock the outbox row of a locked letter, if it has one: nothing makes it due until the transaction ends."""
+    connection.exec_driver_sql(_LOCK_ROW, {"outbox_id": letter.outbox_id})
 
 
 def waiting(connection: Connection, letter: int) -> Row[Any] | None:

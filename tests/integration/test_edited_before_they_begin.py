@@ -12,6 +12,7 @@ from sqlalchemy import Connection, text
 from sqlalchemy.orm import Session
 
 from idempotency import Operation, OperationId, PermanentError
+from idempotency.application import runtime_of
 from idempotency.errors import ChangeRefused, DiscardRefused
 from idempotency.letters import storing
 from idempotency.operate import discard
@@ -21,7 +22,7 @@ from idempotency.operate.people import Person
 from idempotency.operate.replay import replay
 from idempotency.relay.relay import Relay
 from idempotency.relay.resend import resend_lost
-from idempotency.store import edits
+from idempotency.store import edits, lost
 from idempotency.upkeep import maintenance
 from idempotency.wire.headers import GENERATION_HEADER, OUTBOX_HEADER, SERVICE_HEADER
 from idempotency.wire.message import Message
@@ -222,7 +223,7 @@ def test_an_edit_alone_sends_nothing(
     assert deliver_row(deliveries, task, op.outbox(connection)[-1]).value == {"refunded": 500}
 
 
-def test_a_message_that_waits_to_be_sent_again_is_not_edited_and_once_it_is_edited_only_a_replay_sends_it(
+def test_a_message_that_waits_to_be_sent_again_is_not_edited(
     bank: Celery, connection: Connection, ran: list[int]
 ) -> None:
     task = task_of(bank, ran)
@@ -239,6 +240,17 @@ def test_a_message_that_waits_to_be_sent_again_is_not_edited_and_once_it_is_edit
     relay.close()
     assert why_not(bank, connection, letter.id) is None
     correct(bank, connection, letter.id)
-    # also not by a pass that has read the row before the letter was there
-    assert op.outbox(connection)[0].taken
     assert resent(bank, connection) == 0
+
+
+def test_a_pass_that_has_found_a_message_lost_before_it_was_edited_does_not_send_it_again(
+    bank: Celery, connection: Connection, ran: list[int]
+) -> None:
+    task = task_of(bank, ran)
+    row = published(connection, task)
+    found = lost.waiting(connection, runtime_of(bank).settings.service, after=0)
+    assert [each.id for each in found] == [row.id]
+    storing.store_unhandled(bank, dead(row, bank.conf.task_default_queue))
+    correct(bank, connection, op.dead_letters(connection)[0].id)
+    assert lost.send_again(connection, found) == 0
+    assert op.outbox(connection)[0].status == "published"
