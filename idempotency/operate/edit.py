@@ -75,7 +75,13 @@ def edit(
         if shown not in (None, digest(row.payload)):
             raise ChangeRefused(f"dead letter {letter}: its message is another one than was shown; look again")
         asked = edits.waiting(connection, letter)
-        if asked is not None and looks_like(asked.edited_by) != looks_like(change.actor):
+        known_by = None if person is None else person.known_by
+        # nobody may approve one by a person who is known otherwise, or of what the message was: it is replaced
+        if (
+            asked is not None
+            and (asked.known_by, asked.before) == (known_by, row.payload)
+            and looks_like(asked.edited_by) != looks_like(change.actor)
+        ):
             raise ChangeRefused(
                 f"dead letter {letter}: {asked.edited_by!r} has asked for an edit already; another person can approve"
             )
@@ -84,7 +90,7 @@ def edit(
             raise ChangeRefused(f"dead letter {letter}: its message has these arguments already")
         edits.add(
             connection, found.id, row, after=found.after, was=found.was, fingerprint=found.fingerprint, by=change.actor,
-            known_by=None if person is None else person.known_by, reason=change.reason, applied=not moves_money,
+            known_by=known_by, reason=change.reason, applied=not moves_money,
         )  # fmt: skip
         if not moves_money:
             _apply(app, connection, found)
