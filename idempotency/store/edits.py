@@ -83,7 +83,7 @@ WHERE id = %(letter)s AND status = 'open'
 """
 # One of what has not begun is `taken` at once (see `lost.py`): a pass that has read it before the letter does not send it again.
 _EDIT_ROW = """
-UPDATE idempotency.outbox SET message = %(after)s, fingerprint = %(fingerprint)s, 
+UPDATE idempotency.outbox SET message = %(after)s, fingerprint = %(fingerprint)s,
     taken = taken OR status = 'published' AND %(generation)s::int IS NULL
 WHERE id = %(outbox_id)s AND (settled_at IS NULL OR status = 'failed')
 """

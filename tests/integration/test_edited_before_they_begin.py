@@ -128,6 +128,7 @@ def operation(task: Any) -> OperationId:
     return OperationId("default", task.name, "o1")
 
 
+@pytest.mark.few(1)
 @KINDS
 def test_what_was_edited_is_not_discarded_but_cancelled_and_never_runs(
     bank: Celery, connection: Connection, deliveries: Deliveries, ran: list[int], letter_of: Any
@@ -151,8 +152,9 @@ def test_what_was_edited_is_not_discarded_but_cancelled_and_never_runs(
     assert ran == []
 
 
+@pytest.mark.few(2)
 @KINDS
-@pytest.mark.parametrize("edits_of_it", [1, 2])
+@pytest.mark.parametrize("edits_of_it", [2, 1])
 def test_a_cancel_tells_on_failed_the_corrected_arguments(
     bank: Celery, connection: Connection, ran: list[int], told: list[Any], letter_of: Any, edits_of_it: int
 ) -> None:
@@ -168,6 +170,7 @@ def test_a_cancel_tells_on_failed_the_corrected_arguments(
     assert json.loads(json.loads(newest.payload)["body"])[1] == CORRECTED
 
 
+@pytest.mark.few(1)
 @KINDS
 def test_a_cancel_closes_the_letter_that_was_edited(
     bank: Celery, connection: Connection, ran: list[int], letter_of: Any
@@ -180,8 +183,9 @@ def test_a_cancel_closes_the_letter_that_was_edited(
     assert found == [(letter.reason, "replayed"), ("cancelled", "open")]
 
 
+@pytest.mark.few(2)
 @KINDS
-@pytest.mark.parametrize("asks_again", [False, True])
+@pytest.mark.parametrize("asks_again", [True, False])
 def test_what_was_edited_and_cancelled_by_mistake_runs_by_its_replay(
     bank: Celery, connection: Connection, deliveries: Deliveries, ran: list[int], letter_of: Any, asks_again: bool
 ) -> None:
@@ -209,6 +213,7 @@ def test_what_was_edited_and_cancelled_by_mistake_runs_by_its_replay(
         assert handle.result(timeout=1) == {"refunded": 500}
 
 
+@pytest.mark.few(1)
 @KINDS
 def test_an_edit_alone_sends_nothing(
     bank: Celery, connection: Connection, deliveries: Deliveries, ran: list[int], letter_of: Any
