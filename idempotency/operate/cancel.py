@@ -19,7 +19,7 @@ from ..errors import ChangeRefused, PermanentError
 from ..framework import framework
 from ..observe import metrics
 from ..reasons import CANCELLED, UNPUBLISHABLE
-from ..store import dead_letters, discards, ends, letters, operations, saga_changes, stream_letters
+from ..store import dead_letters, discards, edits, ends, letters, operations, saga_changes, stream_letters
 from ..store.answers import claim_of
 from ..store.statements import repeatable
 from ..streams.declaring import TASK_PREFIX
@@ -62,7 +62,8 @@ def cancel(
             policy, arguments, broken = task_of(app, runtime, connection, row, without_task=without_task)
             error = NotDeclined(change.reason, CANCELLED)
             concluded = conclude(connection, shown.id, row, error, policy, arguments, skip or broken)
-            discards.supersede(connection, shown.id, None if shown.status == "accepted" else UNPUBLISHABLE)
+            has_not_begun = shown.status == "accepted" or edits.has_opened(connection, shown.id, row)
+            discards.supersede(connection, shown.id, None if has_not_begun else UNPUBLISHABLE)
             letters.store_failure(
                 connection,
                 _delivery_of(connection, shown.id, row, arguments),

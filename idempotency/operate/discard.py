@@ -10,7 +10,7 @@ from sqlalchemy import Connection, Row
 from ..attempt import conclusions
 from ..errors import DiscardRefused, NotAllowed
 from ..identities import looks_like, may
-from ..store import archive, dead_letters, discards, operations, saga_changes, webhook_letters
+from ..store import archive, dead_letters, discards, edits, operations, saga_changes, webhook_letters
 from ..wire import keys
 from ..wire.keys import OperationId
 from .change import Change, audit, called, repeated
@@ -46,7 +46,7 @@ def approve(connection: Connection, person: Person, letter: int, *, app: Celery)
 
     One transaction, which the caller commits. Raises `OperationNotFound`, `NotAllowed`, and `DiscardRefused`, also
     while the operation is running, while only a replay would bring it to its end, and for an accepted operation that has
-    not begun, if its task has an `on_failed` to tell.
+    not begun, if its task has an `on_failed` to tell, or if its message was edited.
     """
     if not may(person.role, "approver"):
         raise NotAllowed(f"approve: needs the role approver, {person.name!r} is {person.role}")
@@ -109,6 +109,12 @@ def _operation_to_discard(connection: Connection, letter: int, row: Row[Any]) ->
         return id, record
     if record.status == "started":
         raise DiscardRefused(f"dead letter {letter}: the operation is running; look again when it has stopped")
+    # only its end would keep it from being sent
+    if edits.has_opened(connection, id, record):
+        raise DiscardRefused(
+            f"dead letter {letter}: an edit has opened the operation, which has not begun; replay the letter, or cancel the "
+            "operation first"
+        )
     if not discards.will_be_delivered(connection, id, record.fingerprint, service=record.service):
         raise DiscardRefused(
             f"dead letter {letter}: the operation has not ended and nothing else will deliver it; replay the letter, "

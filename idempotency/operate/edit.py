@@ -75,7 +75,13 @@ def edit(
         if shown not in (None, digest(row.payload)):
             raise ChangeRefused(f"dead letter {letter}: its message is another one than was shown; look again")
         asked = edits.waiting(connection, letter)
-        if asked is not None and looks_like(asked.edited_by) != looks_like(change.actor):
+        known_by = None if person is None else person.known_by
+        # nobody may approve one by a person who is known otherwise, or of what the message was: it is replaced
+        if (
+            asked is not None
+            and (asked.known_by, asked.before) == (known_by, row.payload)
+            and looks_like(asked.edited_by) != looks_like(change.actor)
+        ):
             raise ChangeRefused(
                 f"dead letter {letter}: {asked.edited_by!r} has asked for an edit already; another person can approve"
             )
@@ -84,7 +90,7 @@ def edit(
             raise ChangeRefused(f"dead letter {letter}: its message has these arguments already")
         edits.add(
             connection, found.id, row, after=found.after, was=found.was, fingerprint=found.fingerprint, by=change.actor,
-            known_by=None if person is None else person.known_by, reason=change.reason, applied=not moves_money,
+            known_by=known_by, reason=change.reason, applied=not moves_money,
         )  # fmt: skip
         if not moves_money:
             _apply(app, connection, found)
@@ -202,11 +208,13 @@ def _operation(app: Celery, connection: Connection, row: Row[Any], *, locks: boo
         if locks
         else operations.lookup(connection, id, runtime_of(app).settings.service)
     )
+    if locks:
+        edits.lock_row(connection, row)
     what = edits.obstacle(connection, id, row)
     if record is None:
         if row.generation is not None:
             what = "its operation is purged"
-    elif _is_opened_by_edit(connection, row, record):
+    elif row.generation is None and edits.has_opened(connection, id, record):
         pass
     elif record.status != "failed":
         what = f"its operation is {record.status}; only what has failed, or has not begun, is edited"
@@ -219,16 +227,6 @@ def _operation(app: Celery, connection: Connection, row: Row[Any], *, locks: boo
     if what is not None:
         raise ChangeRefused(f"dead letter {row.id}: {what}")
     return id, record
-
-
-def _is_opened_by_edit(connection: Connection, row: Row[Any], record: Any) -> bool:
-    """Whether an earlier edit of this letter has given the operation its record, and nothing has run since."""
-    return (
-        row.generation is None
-        and (record.status, record.generation, record.attempts) == ("released", 1, 0)
-        and record.fingerprint == row.fingerprint
-        and edits.first_payload(connection, row.id) is not None
-    )
 
 
 def _checked(app: Celery, connection: Connection, row: Row[Any], corrected: str) -> _Editable:
@@ -255,7 +253,7 @@ def _apply(app: Celery, connection: Connection, found: _Editable) -> None:
     if found.record is None:
         _open_record(app, connection, found)
     elif row.generation is None and not edits.apply_to_opened(
-        connection, found.id, was=found.was, fingerprint=found.fingerprint
+        connection, found.id, row, after=found.after, was=found.was, fingerprint=found.fingerprint
     ):
         raise ChangeRefused(f"dead letter {row.id}: its operation has changed meanwhile; look again")
     if not edits.apply(connection, found.id, row, after=found.after, was=found.was, fingerprint=found.fingerprint):
@@ -265,9 +263,12 @@ def _apply(app: Celery, connection: Connection, found: _Editable) -> None:
 def _open_record(app: Celery, connection: Connection, found: _Editable) -> None:
     """Give an operation that has not begun its record, under its new fingerprint: a request of before would begin it otherwise.
 
-    It is released and has no message, so nothing runs it before a replay brings one.
+    It is released, and nothing delivers it before a replay. It has the message for a cancel, which tells `on_failed` the
+    arguments and leaves a letter that can be replayed.
     """
+    row = found.row
     if not open_record(
-        connection, runtime_of(app), found.id, service=found.row.consumer_service, fingerprint=found.fingerprint
-    ):
-        raise ChangeRefused(f"dead letter {found.row.id}: its operation has begun meanwhile; look again")
+        connection, runtime_of(app), found.id, service=row.consumer_service, fingerprint=found.fingerprint,
+        message=found.after, queue=row.queue or "",
+    ):  # fmt: skip
+        raise ChangeRefused(f"dead letter {row.id}: its operation has begun meanwhile; look again")

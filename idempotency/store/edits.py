@@ -57,8 +57,11 @@ SELECT CASE
     WHEN EXISTS (SELECT FROM idempotency.outbox
                  WHERE {ROW} AND settled_at IS NULL AND id IS DISTINCT FROM %(outbox_id)s)
         THEN 'another message of its operation is under way; look again when it has been delivered'
+    WHEN EXISTS (SELECT FROM idempotency.outbox WHERE id = %(outbox_id)s AND status = 'pending')
+        THEN 'its message waits to be sent; look again when it has been delivered'
 END
 """
+_LOCK_ROW = "SELECT FROM idempotency.outbox WHERE id = %(outbox_id)s FOR UPDATE"
 
 _DROP_WAITING = "DELETE FROM idempotency.letter_edits WHERE letter = %(letter)s AND applied_at IS NULL"
 _ADD = """
@@ -78,18 +81,26 @@ UPDATE idempotency.dead_letters
 SET payload = %(after)s, fingerprint = %(fingerprint)s, tenant = %(tenant)s, task = %(task)s, key = %(key)s
 WHERE id = %(letter)s AND status = 'open'
 """
+# One of what has not begun is `taken` at once (see `lost.py`): a pass that has read it before the letter does not send it again.
 _EDIT_ROW = """
-UPDATE idempotency.outbox SET message = %(after)s, fingerprint = %(fingerprint)s
+UPDATE idempotency.outbox SET message = %(after)s, fingerprint = %(fingerprint)s,
+    taken = taken OR status = 'published' AND %(generation)s::int IS NULL
 WHERE id = %(outbox_id)s AND (settled_at IS NULL OR status = 'failed')
 """
 _EDIT_RECORD = f"""
 UPDATE idempotency.records SET message = %(after)s, fingerprint = %(fingerprint)s, updated_at = clock_timestamp()
 WHERE {ROW} AND status = 'failed' AND generation = %(generation)s AND fingerprint = %(was)s AND effects = '{{}}'
 """
-# One that an edit has opened: it still has no message, so that only a replay runs it.
+# One that an edit has opened. It is released and no row of it is due, so that only a replay runs it.
 _EDIT_OPENED = f"""
-UPDATE idempotency.records SET fingerprint = %(fingerprint)s, updated_at = clock_timestamp()
-WHERE {ROW} AND status = 'released' AND message = '' AND fingerprint = %(was)s AND effects = '{{}}'
+UPDATE idempotency.records
+SET message = %(after)s, queue = %(queue)s, fingerprint = %(fingerprint)s, updated_at = clock_timestamp()
+WHERE {ROW} AND (status, generation, attempts) = ('released', 1, 0) AND fingerprint = %(was)s AND effects = '{{}}'
+"""
+_HAS_OPENED = f"""
+SELECT EXISTS (SELECT FROM idempotency.dead_letters d
+               WHERE {ROW} AND status = 'open' AND generation IS NULL AND fingerprint = %(fingerprint)s
+                 AND EXISTS (SELECT FROM idempotency.letter_edits e WHERE e.letter = d.id AND e.applied_at IS NOT NULL))
 """
 _MOVE_FORMER = f"UPDATE idempotency.former_fingerprints SET became = %(fingerprint)s WHERE {ROW} AND became = %(was)s"
 _ADD_FORMER = """
@@ -164,7 +175,20 @@ def obstacle(connection: Connection, id: OperationId, letter: Row[Any]) -> str |
     return why
 
 
+def has_opened(connection: Connection, id: OperationId, record: Any) -> bool:
+    """Whether an edit of a letter that is open has given the operation this record, and nothing has run since."""
+    if (record.status, record.generation, record.attempts) != ("released", 1, 0) or not is_there(connection):
+        return False
+    fields = named(id) | {"fingerprint": record.fingerprint}
+    return bool(connection.exec_driver_sql(_HAS_OPENED, fields).scalar_one())
+
+
 # ---------------------------------------------------------------- change
+
+
+def lock_row(connection: Connection, letter: Row[Any]) -> None:
+    """Lock the outbox row of a locked letter, if it has one: nothing makes it due until the transaction ends."""
+    connection.exec_driver_sql(_LOCK_ROW, {"outbox_id": letter.outbox_id})
 
 
 def waiting(connection: Connection, letter: int) -> Row[Any] | None:
@@ -214,9 +238,11 @@ def apply(
     return True
 
 
-def apply_to_opened(connection: Connection, id: OperationId, *, was: str | None, fingerprint: str) -> bool:
-    """Give the record that an earlier edit has opened this fingerprint. False: it is not as it has to be any more."""
-    fields = named(id) | {"was": was, "fingerprint": fingerprint}
+def apply_to_opened(
+    connection: Connection, id: OperationId, letter: Row[Any], *, after: str, was: str | None, fingerprint: str
+) -> bool:
+    """Give the record that an earlier edit has opened this message. False: it is not as it has to be any more."""
+    fields = named(id) | {"after": after, "was": was, "fingerprint": fingerprint, "queue": letter.queue or ""}
     return bool(execute(connection, _EDIT_OPENED, fields).rowcount == 1)
 
 

@@ -61,13 +61,15 @@ FROM (SELECT o.queue, o.locked_until, o.opened_at, o.service, o.tenant FROM idem
 GROUP BY queue
 """
 
+# Without a message, an operation waits for its caller, in no queue: what its record names as one is its task.
+_WAITS = f"{VISIBLE} AND o.message <> ''"
 _RELEASED = f"""
 {QUEUES.format(table="records", condition="o.available_at IS NOT NULL")}
 SELECT q.queue, counted.* FROM queues q CROSS JOIN LATERAL (
-    SELECT count(*) FILTER (WHERE {VISIBLE}) AS released,
-           extract(epoch FROM clock_timestamp() - min(o.opened_at) FILTER (WHERE {VISIBLE}))::float8 AS oldest_released,
+    SELECT count(*) FILTER (WHERE {_WAITS}) AS released,
+           extract(epoch FROM clock_timestamp() - min(o.opened_at) FILTER (WHERE {_WAITS}))::float8 AS oldest_released,
            count(*) >= {_PART} AS stopped
-    FROM (SELECT o.opened_at, o.service, o.tenant FROM idempotency.records o
+    FROM (SELECT o.opened_at, o.service, o.tenant, o.message FROM idempotency.records o
           WHERE o.available_at IS NOT NULL AND o.queue = q.queue ORDER BY o.available_at LIMIT {_PART}) o
 ) counted WHERE q.queue IS NOT NULL
 """

@@ -163,12 +163,12 @@ REFUSE = Sweep(
 SELECT (SELECT count(*) FROM refused)""",
 )
 
-# Not if it has started since it was examined, or if another pass has resent it.
+# Not if it has started since it was examined, if another pass has resent it, or a person has edited its letter.
 _RESEND = """
 UPDATE idempotency.outbox o SET status = 'pending', origin = 'resend', resends = resends + 1,
     available_at = clock_timestamp(), relayed_until = NULL
 FROM unnest(%(ids)s::bigint[], %(published)s::timestamptz[]) lost(id, published_at)
-WHERE (o.id, o.published_at) = (lost.id, lost.published_at) AND status = 'published' AND settled_at IS NULL
+WHERE (o.id, o.published_at) = (lost.id, lost.published_at) AND status = 'published' AND settled_at IS NULL AND NOT taken
   AND NOT EXISTS (SELECT FROM idempotency.records r
                   WHERE (r.tenant, r.task, r.key) = (o.tenant, o.task, o.key)
                     AND (r.status <> 'released' OR r.available_at > clock_timestamp()))

@@ -117,3 +117,31 @@ def test_a_letter_whose_edit_waits_for_another_person_is_not_archived(
     edit(bank, found.id, payload(**RIGHT), ANN, person=Person("ann", "approver"))
     with pytest.raises(ChangeRefused, match="'ann' has asked for an edit; another person can approve it"):
         archive(bank, found.id, Change("olga", "later", is_verified=True))
+
+
+@pytest.mark.parametrize("why_not", ["known otherwise", "of another message"])
+def test_an_edit_that_nobody_can_approve_any_more_is_replaced_by_the_next_person_who_asks(
+    bank: Celery, connection: Connection, deliveries: Deliveries, ran: list[int], why_not: str
+) -> None:
+    task = task_of(bank, ran, moves_money=True)
+    deliveries.deliver(task, **WRONG)
+    (found,) = op.dead_letters(connection)
+    edit(bank, found.id, payload(order_id="o1", cents=4), ANN, person=Person("ann", "operator"))
+    (asked,) = edits.history(connection, found.id)
+    company = None
+    if why_not == "known otherwise":
+        company = "https://login.example"
+    else:
+        connection.execute(text("UPDATE idempotency.dead_letters SET payload = replace(payload, '-5', '-6')"))
+    ben, eve = Person("ben", "approver", company), Person("eve", "approver", company)
+    with pytest.raises(ChangeRefused, match="ask again"):
+        approve_edit(bank, ben, found.id, asked.id)
+    given = Change("ben", "as ann has said", is_verified=True)
+    assert edit(bank, found.id, payload(**RIGHT), given, person=ben) is False
+    (asked,) = edits.history(connection, found.id)
+    assert (asked.edited_by, asked.known_by) == ("ben", company)
+    with pytest.raises(ChangeRefused, match="'ben' has asked for an edit already; another person can approve"):
+        edit(bank, found.id, payload(**RIGHT), Change("eve", "too", is_verified=True), person=eve)
+    approve_edit(bank, eve, found.id, asked.id)
+    replay(bank, found.id, Change("eve", "corrected", is_verified=True))
+    assert deliver_row(deliveries, task, op.outbox(connection)[-1]).value == {"refunded": 500}

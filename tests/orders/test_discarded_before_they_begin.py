@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -11,9 +12,12 @@ from sqlalchemy import text
 from idempotency.application import runtime_of, settings_of
 from idempotency.errors import DiscardRefused
 from idempotency.letters import storing
+from idempotency.letters.editing import arguments_of
 from idempotency.operate import discard
 from idempotency.operate.cancel import cancel
+from idempotency.operate.edit import approve_edit, edit
 from idempotency.operate.people import Person
+from idempotency.store import edits
 from idempotency.store.rights import RELAY
 from idempotency.wire.headers import GENERATION_HEADER, OUTBOX_HEADER, SERVICE_HEADER
 from idempotency.wire.message import Message
@@ -84,3 +88,34 @@ def test_the_letter_of_a_refund_that_has_not_begun_is_not_discarded_but_cancelle
         cancel(shop.app, seen(shop, key), ANN)
     assert (row_of(shop, key)[0], refunded(shop, order)) == ("refused", 0)
     assert shop.one(found, key=key)[1] == "cancelled"
+
+
+def test_a_refund_that_was_edited_before_it_began_gives_its_money_back_when_it_is_cancelled(shop: Shop) -> None:
+    order, key = reserved(shop)
+    (sent,) = [each for each in shop.waiting() if each.row.key == key]
+    with shop.operating(RELAY):
+        with runtime_of(shop.app).engine.begin() as connection:
+            connection.execute(
+                text(
+                    "UPDATE idempotency.outbox SET status = 'published', published_at = clock_timestamp() WHERE id = :id"
+                ),
+                {"id": sent.row.id},
+            )
+        storing.store_unhandled(shop.app, dead(sent.row))
+    letter = shop.one("SELECT id, payload FROM idempotency.dead_letters WHERE key = :key AND status = 'open'", key=key)
+    found = arguments_of(Message.from_text(letter.payload))
+    assert found is not None
+    args, kwargs, _ = found
+    less = {"args": [_less(each) for each in args], "kwargs": {name: _less(each) for name, each in kwargs.items()}}
+    with shop.operating():
+        edit(shop.app, letter.id, json.dumps(less), ANN, person=Person("ann", "operator"))
+        with runtime_of(shop.app).engine.connect() as connection:
+            (asked,) = edits.history(connection, letter.id)
+        approve_edit(shop.app, Person("ben", "admin"), letter.id, asked.id)
+        cancel(shop.app, seen(shop, key), ANN)
+    assert (row_of(shop, key)[0], refunded(shop, order)) == ("refused", 0)
+
+
+def _less(argument: Any) -> Any:
+    """An amount, less one cent."""
+    return argument - 1 if type(argument) is int else argument

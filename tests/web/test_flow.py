@@ -92,6 +92,16 @@ def test_a_count_of_what_runs_that_stopped_at_its_limit_says_so(browser: Open, c
     assert f" {BOUND}+ " in figures(otto.get("/"), "payments")
 
 
+def test_what_waits_for_its_caller_and_not_in_a_queue_is_no_work_of_a_queue(
+    browser: Open, connection: Connection
+) -> None:
+    op.early(connection, OperationId("acme", "http", "a"), queue="http", message="")
+    op.early(connection, OperationId("acme", "x", "b"), queue="payments")
+    page = browser("otto").get("/")
+    assert figures(page, "payments").split()[6] == "1"
+    assert '<th scope="row" class="mono">http</th>' not in page.text
+
+
 def test_a_silent_process_says_where_it_was_and_how_to_start_it_again(browser: Open, connection: Connection) -> None:
     """What the alert says is here, too: without it, the alarm cannot be ended by the page alone."""
     insert = (
