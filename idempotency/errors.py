@@ -229,7 +229,7 @@ class Again(IdempotencyError):
         if delay is not None and not delay < float("inf"):
             raise ValueError(f"delay: must be a finite number, got {delay}")
         super().__init__(delay, cause)
-        self.delay, self.cause = delay, cause
+        self.delay, self.cause = None if delay is None else max(delay, 0.0), cause
 
     def __str__(self) -> str:
         return str(self.cause)
