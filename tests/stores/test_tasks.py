@@ -362,7 +362,7 @@ def test_self_retry_has_its_countdown_and_its_limit(shop: Celery, deliver: Any) 
 
 @pytest.mark.parametrize("by_hand", [False, True])
 @pytest.mark.parametrize(
-    "seconds, expected", [("nan", "FAILURE"), ("inf", "FAILURE"), ("-inf", "RETRY"), ("-1e12", "RETRY")]
+    ("seconds", "expected"), [("nan", "FAILURE"), ("inf", "FAILURE"), ("-inf", "RETRY"), ("-1e12", "RETRY")]
 )
 def test_a_retry_after_no_number_of_seconds_ends_the_operation_and_one_in_the_past_is_due(
     shop: Celery, deliver: Any, monkeypatch: pytest.MonkeyPatch, seconds: str, expected: str, by_hand: bool
