@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from http.client import HTTPException
 from typing import TYPE_CHECKING
 
-from .deadlines import ask
+from .deadlines import open_within
 
 if TYPE_CHECKING:
     from jwt import PyJWK
@@ -88,7 +88,7 @@ def _fetch(address: str) -> Sequence[PyJWK]:
     import jwt
 
     try:
-        with ask(urllib.request.Request(address), PATIENCE) as answer:  # noqa: S310  settings accept only http and https
+        with open_within(urllib.request.Request(address), PATIENCE) as answer:  # noqa: S310  settings accept only http and https
             text = answer.read(LIMIT + 1)
     except (OSError, HTTPException):
         raise jwt.PyJWKClientConnectionError from None
