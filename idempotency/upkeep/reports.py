@@ -13,7 +13,7 @@ from celery import Celery
 from sqlalchemy import Row
 
 from ..application import runtime_of
-from ..errors import MailRefused
+from ..errors import IdempotencyError
 from ..hosts import is_loopback
 from ..settings import Settings
 from ..store import alarms, dead_letters
@@ -21,6 +21,10 @@ from ..text import number_of, one_line
 
 DAYS = 7
 SMTP_TIMEOUT = 10.0
+
+
+class MailRefused(IdempotencyError):
+    """The report could not be mailed; the message says why and never contains a password."""
 
 
 def text(rows: Sequence[Row[Any]], days: int = DAYS) -> str:

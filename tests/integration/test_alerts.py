@@ -18,7 +18,6 @@ from celery import Celery
 from sqlalchemy import Connection, text
 
 from idempotency.application import close_runtime
-from idempotency.errors import MailRefused
 from idempotency.store import alarms as stored
 from idempotency.store.sweeps import BATCH
 from idempotency.upkeep import alerts, maintenance, reports
@@ -371,7 +370,7 @@ def test_the_weekly_report_is_mailed_once_however_many_beats_there_are(
 def test_a_report_that_cannot_be_mailed_is_due_again_and_shows_no_password(alerting: Celery) -> None:
     alerting.conf.idempotency_report_smtp_url = "smtp://ops:geheim@127.0.0.1:1"
     for _ in range(2):
-        with pytest.raises(MailRefused, match=r"127\.0\.0\.1: ConnectionRefusedError") as refused:
+        with pytest.raises(reports.MailRefused, match=r"127\.0\.0\.1: ConnectionRefusedError") as refused:
             reports.mail_weekly(alerting)
         assert "geheim" not in str(refused.value)
 
@@ -419,7 +418,7 @@ def test_a_report_with_a_password_goes_only_over_tls_to_a_known_server(
             assert login.told == [(b"ops", b"geheim/1")]
             assert len(eventually(lambda: inbox.mails)) == 1
             return
-        with pytest.raises(MailRefused) as refused:
+        with pytest.raises(reports.MailRefused) as refused:
             reports.mail_weekly(alerting)
         assert not inbox.mails
         assert "geheim" not in str(refused.value)
@@ -454,7 +453,7 @@ def test_a_report_goes_off_this_machine_only_over_tls_without_a_password_too(
             assert inbox.is_encrypted == [True]
             return
         why = "SMTPNotSupportedError" if trouble == "no TLS" else "SSLCertVerificationError"
-        with pytest.raises(MailRefused, match=why):
+        with pytest.raises(reports.MailRefused, match=why):
             reports.mail_weekly(alerting)
         assert not inbox.mails
     finally:
