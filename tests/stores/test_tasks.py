@@ -360,27 +360,6 @@ def test_self_retry_has_its_countdown_and_its_limit(shop: Celery, deliver: Any) 
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize("by_hand", [False, True])
-@pytest.mark.parametrize(
-    ("seconds", "expected"), [("nan", "FAILURE"), ("inf", "FAILURE"), ("-inf", "RETRY"), ("-1e12", "RETRY")]
-)
-def test_a_retry_after_no_number_of_seconds_ends_the_operation_and_one_in_the_past_is_due(
-    shop: Celery, deliver: Any, monkeypatch: pytest.MonkeyPatch, seconds: str, expected: str, by_hand: bool
-) -> None:
-    """No store could write such a release, which would be taken for a store that is away."""
-    monkeypatch.setattr(waiting, "PATIENCE", 1.0)
-
-    def body(self: Any, account: str) -> None:
-        raise Retry(when=float(seconds)) if by_hand else self.retry(countdown=float(seconds))
-
-    task = make(shop, body, key="{account}")
-    key = new_key()
-    assert deliver(task, key).state == expected
-    stored = store_of(shop).read(id_of(task, key))
-    assert stored is not None
-    assert stored.state == {"FAILURE": "failed", "RETRY": "released"}[expected]
-
-
 @promise("a message that kills its process ends as failed")
 def test_a_message_whose_processes_have_died_in_every_attempt_fails_without_running(shop: Celery, deliver: Any) -> None:
     key = new_key()
