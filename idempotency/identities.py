@@ -185,7 +185,7 @@ def _of_company(settings: Settings, token: str) -> Identity:
     except jwt.ExpiredSignatureError:
         raise NotAuthenticated("the ID token has expired") from None
     except jwt.PyJWTError as error:
-        raise _is_none(error) from None
+        raise _no_id_token(error) from None
     claims = believed["payload"]
     if f"{believed['header'].get('typ') or 'JWT'}".upper() != "JWT":  # such as at+jwt, RFC 9068
         raise NotAuthenticated("an access token, or another one, is no ID token: typ")
@@ -225,11 +225,11 @@ def _named_key(token: str) -> str | None:
     try:
         named: str | None = jwt.get_unverified_header(token).get("kid")
     except jwt.PyJWTError as error:
-        raise _is_none(error) from None
+        raise _no_id_token(error) from None
     return named
 
 
-def _is_none(error: Exception) -> NotAuthenticated:
+def _no_id_token(error: Exception) -> NotAuthenticated:
     """Without its text, which has parts of the token."""
     return NotAuthenticated(f"not an ID token of the issuer for this audience: {type(error).__name__}")
 
@@ -247,17 +247,17 @@ def _key(settings: Settings, named: str | None) -> Any:
         issuer = _issuer(source, os.getpid())
         if named is None:
             return _only(issuer.all())
-        return _the(issuer.named(named))
+        return _found(issuer.named(named))
     try:
         keys = jwt.PyJWKSet.from_json(_read_protected(Path(source), "idempotency_oidc_keys"))
     except (ValueError, jwt.PyJWKSetError):
         raise SettingsError("idempotency_oidc_keys: is not a set of keys (JWKS)") from None
     if named is None:
         return _only(signing(keys.keys))
-    return _the(by_name(signing(keys.keys), named))
+    return _found(by_name(signing(keys.keys), named))
 
 
-def _the(key: Any) -> Any:
+def _found(key: Any) -> Any:
     """The key that was named. Raises `InvalidKeyError` if there is none."""
     import jwt
 
