@@ -12,17 +12,17 @@ from idempotency.worker import waiting
 from tests.stores.test_tasks import deliver, id_of, make, new_key, shop, store_of  # noqa: F401
 
 
-@pytest.mark.parametrize("by_hand", [False, True])
 @pytest.mark.parametrize(
-    ("seconds", "expected"), [("nan", "FAILURE"), ("inf", "FAILURE"), ("-inf", "RETRY"), ("-1e12", "RETRY")]
+    ("seconds", "by_hand", "expected"),
+    [("nan", False, "FAILURE"), ("nan", True, "FAILURE"), ("-1e12", False, "RETRY"), ("-inf", True, "RETRY")],
 )
 def test_a_retry_after_no_number_of_seconds_ends_the_operation_and_one_in_the_past_is_due(
     shop: Celery,  # noqa: F811
     deliver: Any,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
     seconds: str,
-    expected: str,
     by_hand: bool,
+    expected: str,
 ) -> None:
     """No store could write such a release, which would be taken for a store that is away."""
     monkeypatch.setattr(waiting, "PATIENCE", 1.0)
