@@ -1,7 +1,8 @@
 """Operators' requests: whose token it is, before anything is read; then the limits, the key and the body.
 
 Refusals are audited and counted, those of one network together: a computer has 2^64 addresses of IPv6. Only they are:
-guesses from behind a proxy stop no operator who shares it, and cannot fill the audit table.
+guesses from behind a proxy stop no operator who shares it, and cannot fill the audit table. Tokens for which the issuer has to be
+asked wait in a line of their own, which guesses can fill while it is silent; then an operator gets 429 whose key is not kept.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from idempotency.http.body import strict_json
 from idempotency.http.key import checked_key
 from idempotency.http.problems import Answer, Refused, problem, refused
 from idempotency.http.request import Limits, Request, read
+from idempotency.identities import waits_for_issuer
 from idempotency.observe.logs import log
 from idempotency.operate import people
 from idempotency.operate.people import Person
@@ -31,8 +33,9 @@ from .problems import MISCONFIGURED, failure, unauthenticated
 
 PATH = "/admin/dead-letters"
 LIMITS = Limits(1024 * 1024, ("application/json",))
-# Tokens that are checked at once, and requests that wait for that: the issuer may be slow, and must not take all threads.
-ASKED_AT_ONCE, WAITING = 4, 32
+# Tokens that are checked at once, those for which the issuer is asked apart from others, and requests that wait for it: guesses, and
+# an issuer that is slow, must not take all threads and connections.
+CHECKS_AT_ONCE, CHECKS_WAITING = 4, 32
 # Seconds between two audit rows of refusals that are beyond the limits.
 SUMMARY = 60.0
 
@@ -88,7 +91,8 @@ class Operators:
 
     def __init__(self, app: Application) -> None:
         self.app = app
-        self._asking = CapacityLimiter(ASKED_AT_ONCE)
+        self._checks = CapacityLimiter(CHECKS_AT_ONCE)
+        self._by_issuer = CapacityLimiter(CHECKS_AT_ONCE)
         self._asked = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -118,11 +122,15 @@ class Operators:
             await self.app(scope, receive, send)
 
     async def _who(self, scope: Scope) -> Person:
-        if self._asked >= ASKED_AT_ONCE + WAITING:
+        token = bearer(scope["headers"])
+        settings = runtime_of(celery).settings
+        if token is None or not await to_thread.run_sync(waits_for_issuer, settings, token, limiter=self._checks):
+            return await to_thread.run_sync(_authenticate, scope, limiter=self._checks)
+        if self._asked >= CHECKS_AT_ONCE + CHECKS_WAITING:
             raise Refused(too_many(1))
         self._asked += 1
         try:
-            return await to_thread.run_sync(_authenticate, scope, limiter=self._asking)
+            return await to_thread.run_sync(_authenticate, scope, limiter=self._by_issuer)
         finally:
             self._asked -= 1
 

@@ -87,7 +87,7 @@ def connect(places: Iterable[Place], deadline: float, each: float = math.inf) ->
     raise last
 
 
-def ask(request: urllib.request.Request, seconds: float) -> http.client.HTTPResponse:
+def open_within(request: urllib.request.Request, seconds: float) -> http.client.HTTPResponse:
     """Send a request, by the proxy that the environment names, and return the answer when its headers are there; follows no redirect.
 
     `seconds`: from connecting to the last byte that is read of the answer. Raises what `urlopen` raises, and `OSError`.
@@ -109,6 +109,10 @@ class _Http(http.client.HTTPConnection):
         assert self.timeout is not None
         self._deadline = time.monotonic() + self.timeout
         super().connect()
+
+    def _tunnel(self) -> None:
+        super()._tunnel()  # type: ignore[misc]  # http.client's own, between connecting to a proxy and the handshake
+        self.sock.settimeout(left(self._deadline))
 
     def _connected(self, address: tuple[str, int], *_: Any) -> PlainSocket:
         found = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)

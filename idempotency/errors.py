@@ -1,4 +1,4 @@
-"""Every error of the library, and what each one means for the message.
+"""The errors that parts of the library share, and what each one means for the message.
 
     IdempotencyError
     ├── SettingsError               the configuration is unsafe: nothing starts
@@ -43,13 +43,11 @@
     ├── DiscardRefused
     ├── BulkRefused                 too many dead letters for one command
     ├── ChangeRefused
-    ├── NotAllowed                  a role that may not do this
-    │   └── NotAuthenticated        no token, or none that is valid
-    └── MailRefused                 the report could not be mailed
+    └── NotAllowed                  a role that may not do this
+        └── NotAuthenticated        no token, or none that is valid
     Exception                       internal: never reaches a task or its caller
     ├── Unanswered                  Postgres did not answer within the time a delivery may wait
     ├── TransactionEnded            an undo or on_failed ended its transaction
-    ├── AnswerNotStored             an HTTP handler answered, and its operation is open
     ├── BrokerUnavailable
     └── NotConnected                SQLAlchemy's OperationalError: no connection to Postgres
     AssertionError
@@ -59,6 +57,8 @@ Celery serialises an exception as ``(type, args)``, so ``args`` always holds exa
 """
 
 from __future__ import annotations
+
+import math
 
 import sqlalchemy.exc
 
@@ -159,7 +159,10 @@ class Unfinished(PermanentError):
 
 
 class StoredRefusal(PermanentError):
-    """Raise this from an effect for a refusal that the provider replays under the key: only this one applies to an earlier call, too, whose reply was lost."""
+    """Raise this from an effect for a refusal that the provider stores under the idempotency key, and replays.
+
+    No other refusal says anything about an earlier call whose reply was lost; this one does: nothing has happened.
+    """
 
     default_code = "stored_refusal"
 
@@ -202,7 +205,7 @@ class Defer(IdempotencyError):
     """
 
     def __init__(self, seconds: float, reason: str) -> None:
-        if not seconds < float("inf"):  # NaN is not, either
+        if not math.isfinite(max(seconds, 0.0)):
             raise ValueError(f"seconds: must be a finite number, got {seconds}")
         super().__init__(seconds, reason)
         self.seconds, self.reason = max(seconds, 0.0), reason
@@ -218,7 +221,8 @@ class NotSent(Defer):
 class Undecided(Defer):
     """Raise this from an effect, or from its `reconcile`, when the provider has accepted the call and decides later.
 
-    The effect stays open and uncalled: `reconcile` is asked after `seconds`, and at once after `Handle.wake`, using up no attempts or `defer_budget`.
+    The effect stays open and is not called again: `reconcile` is asked after `seconds`, or at once after `Handle.wake`; no
+    attempts and no `defer_budget` are used up.
     """
 
 
@@ -226,10 +230,10 @@ class Again(IdempotencyError):
     """The body asks for another attempt, after `delay` seconds or the usual back-off, because of `cause`."""
 
     def __init__(self, delay: float | None, cause: BaseException) -> None:
-        if delay is not None and not delay < float("inf"):
+        if delay is not None and not math.isfinite(delay):
             raise ValueError(f"delay: must be a finite number, got {delay}")
         super().__init__(delay, cause)
-        self.delay, self.cause = delay, cause
+        self.delay, self.cause = None if delay is None else max(delay, 0.0), cause
 
     def __str__(self) -> str:
         return str(self.cause)
@@ -322,20 +326,12 @@ class NotAuthenticated(NotAllowed):
     """There is no token, no operator has it, or it has expired. The refusal is audited."""
 
 
-class MailRefused(IdempotencyError):
-    """The report could not be mailed; the message says why and never contains a password."""
-
-
 class Unanswered(Exception):  # internal, as all below
     """Postgres, or a store, did not answer within the time this delivery may wait; the cause is the last error."""
 
 
 class TransactionEnded(Exception):
     """An undo or `on_failed` committed or rolled back the transaction in which its operation ends."""
-
-
-class AnswerNotStored(Exception):
-    """An HTTP handler's answer does not end its operation: the next request under the key runs the handler again."""
 
 
 class BrokerUnavailable(Exception):

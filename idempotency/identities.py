@@ -24,7 +24,7 @@ from pydantic import BaseModel, ConfigDict, StringConstraints, TypeAdapter, Vali
 
 from .errors import NotAuthenticated, SettingsError
 from .extras import extra
-from .issuer import IssuerKeys, signing
+from .issuer import IssuerKeys, by_name, signing
 from .settings import Settings
 
 # Who only looks; who changes; who also approves what another person has asked for; who also removes people.
@@ -70,11 +70,15 @@ _IGNORABLE = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Who a person is, and what they may do. `tenants`: whose operations they may change; None: all."""
+    """Who a person is, and what they may do. `tenants`: whose operations they may change; None: all.
+
+    `ends_at`: until when the token counts, in seconds since 1970; None: nothing in it says so.
+    """
 
     name: str
     role: Role
     tenants: frozenset[str] | None = None
+    ends_at: float | None = None
 
 
 def may(has: Role, needs: Role) -> bool:
@@ -121,13 +125,16 @@ def identify(settings: Settings, token: str) -> Identity:
     return _of_company(settings, token)
 
 
-def ends_at(settings: Settings, token: str) -> float | None:
-    """Until when a token that `identify` has believed counts, in seconds since 1970; None: nothing in it says so."""
-    if settings.people_file is not None or not are_outside(settings):
-        return None
-    with extra("oidc"):
-        import jwt
-    return float(jwt.decode(token, options={"verify_signature": False})["exp"]) + LEEWAY
+def waits_for_issuer(settings: Settings, token: str) -> bool:
+    """Whether `identify` may ask the issuer for the key that this token names: it is not kept."""
+    address = settings.oidc_keys or ""
+    if settings.people_file is not None or settings.oidc_issuer is None or not _is_address(address):
+        return False
+    try:
+        named = _named_key(token)
+    except NotAuthenticated:
+        return False
+    return not _issuer(address, os.getpid()).is_kept(named)
 
 
 def known_people(path: Path) -> dict[str, Known]:
@@ -162,12 +169,11 @@ def _of_file(people: dict[str, Known], token: str) -> Identity:
 def _of_company(settings: Settings, token: str) -> Identity:
     with extra("oidc"):
         import jwt
-    if len(token) > TOKEN_LIMIT or not token.isascii():
-        raise NotAuthenticated(f"an ID token has at most {TOKEN_LIMIT} characters, all of ASCII")
+    named = _named_key(token)
     try:
         believed: dict[str, Any] = jwt.decode_complete(
             token,
-            _key(settings, token),
+            _key(settings, named),
             algorithms=list(ALGORITHMS),
             audience=settings.oidc_audience,
             issuer=settings.oidc_issuer,
@@ -178,8 +184,8 @@ def _of_company(settings: Settings, token: str) -> Identity:
         raise NotAuthenticated("idempotency_oidc_keys: the keys could not be fetched") from None
     except jwt.ExpiredSignatureError:
         raise NotAuthenticated("the ID token has expired") from None
-    except jwt.PyJWTError as error:  # whose text has parts of the token
-        raise NotAuthenticated(f"not an ID token of the issuer for this audience: {type(error).__name__}") from None
+    except jwt.PyJWTError as error:
+        raise _no_id_token(error) from None
     claims = believed["payload"]
     if f"{believed['header'].get('typ') or 'JWT'}".upper() != "JWT":  # such as at+jwt, RFC 9068
         raise NotAuthenticated("an access token, or another one, is no ID token: typ")
@@ -191,7 +197,7 @@ def _of_company(settings: Settings, token: str) -> Identity:
         raise NotAuthenticated(f"sub: {NAME}")
     for group, role in GROUPS.items():
         if group in _listed(groups):
-            return Identity(name, role, _tenants(settings, claims))
+            return Identity(name, role, _tenants(settings, claims), float(claims["exp"]) + LEEWAY)
     raise NotAuthenticated(
         f"{name!r} is in none of the groups {', '.join(GROUPS)}, by the claim {settings.oidc_groups}"
     )
@@ -210,29 +216,54 @@ def _tenants(settings: Settings, claims: Mapping[str, Any]) -> frozenset[str] | 
     return None if ALL_TENANTS in named else frozenset(each for each in named if isinstance(each, str))
 
 
-def _key(settings: Settings, token: str) -> Any:
-    """The issuer's key that the token names; one that names none is signed with its only key. Raises PyJWT's errors."""
+def _named_key(token: str) -> str | None:
+    """The name of the key with which a token says that it is signed. Raises `NotAuthenticated` if it is no token."""
+    with extra("oidc"):
+        import jwt
+    if len(token) > TOKEN_LIMIT or not token.isascii():
+        raise NotAuthenticated(f"an ID token has at most {TOKEN_LIMIT} characters, all of ASCII")
+    try:
+        named: str | None = jwt.get_unverified_header(token).get("kid")
+    except jwt.PyJWTError as error:
+        raise _no_id_token(error) from None
+    return named
+
+
+def _no_id_token(error: Exception) -> NotAuthenticated:
+    """Without its text, which has parts of the token."""
+    return NotAuthenticated(f"not an ID token of the issuer for this audience: {type(error).__name__}")
+
+
+def _is_address(source: str) -> bool:
+    return source.startswith(("https://", "http://"))
+
+
+def _key(settings: Settings, named: str | None) -> Any:
+    """The issuer's key of this name, which a token names; one that names none is signed with its only key. Raises PyJWT's errors."""
     import jwt
 
     source = settings.oidc_keys or ""
-    named = jwt.get_unverified_header(token).get("kid")
-    if source.startswith(("https://", "http://")):
+    if _is_address(source):
         issuer = _issuer(source, os.getpid())
         if named is None:
             return _only(issuer.all())
-        if (found := issuer.named(named)) is None:
-            raise jwt.InvalidKeyError
-        return found
+        return _found(issuer.named(named))
     try:
         keys = jwt.PyJWKSet.from_json(_read_protected(Path(source), "idempotency_oidc_keys"))
     except (ValueError, jwt.PyJWKSetError):
         raise SettingsError("idempotency_oidc_keys: is not a set of keys (JWKS)") from None
     if named is None:
         return _only(signing(keys.keys))
-    for key in signing(keys.keys):
-        if key.key_id == named:
-            return key
-    raise jwt.InvalidKeyError
+    return _found(by_name(signing(keys.keys), named))
+
+
+def _found(key: Any) -> Any:
+    """The key that was named. Raises `InvalidKeyError` if there is none."""
+    import jwt
+
+    if key is None:
+        raise jwt.InvalidKeyError
+    return key
 
 
 def _only(keys: Sequence[Any]) -> Any:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from http.client import HTTPException
 from typing import TYPE_CHECKING
 
-from .deadlines import ask
+from .deadlines import open_within
 
 if TYPE_CHECKING:
     from jwt import PyJWK
@@ -37,11 +37,16 @@ class IssuerKeys:
 
     def named(self, name: str) -> PyJWK | None:
         """The key of this name (`kid`); None: the issuer has none, or has had none a few seconds ago."""
-        return _by_name(self._kept(), name) or _by_name(self._fetched(), name)
+        return by_name(self._kept(), name) or by_name(self._fetched(), name)
 
     def all(self) -> Sequence[PyJWK]:
         """All keys that sign."""
         return self._kept() or self._fetched()
+
+    def is_kept(self, name: str | None) -> bool:
+        """Whether nothing would be fetched for the key of this name, or for the only one there is."""
+        kept = self._kept()
+        return bool(kept) if name is None else by_name(kept, name) is not None
 
     def _kept(self) -> Sequence[PyJWK]:
         keys, until = self._found
@@ -74,7 +79,8 @@ def signing(keys: Sequence[PyJWK]) -> list[PyJWK]:
     return [key for key in keys if key.public_key_use in (None, "sig")]
 
 
-def _by_name(keys: Sequence[PyJWK], name: str) -> PyJWK | None:
+def by_name(keys: Sequence[PyJWK], name: str) -> PyJWK | None:
+    """The first key of this name (`kid`)."""
     return next((key for key in keys if key.key_id == name), None)
 
 
@@ -82,7 +88,7 @@ def _fetch(address: str) -> Sequence[PyJWK]:
     import jwt
 
     try:
-        with ask(urllib.request.Request(address), PATIENCE) as answer:  # noqa: S310  settings accept only http and https
+        with open_within(urllib.request.Request(address), PATIENCE) as answer:  # noqa: S310  settings accept only http and https
             text = answer.read(LIMIT + 1)
     except (OSError, HTTPException):
         raise jwt.PyJWKClientConnectionError from None

@@ -10,7 +10,7 @@ import urllib3
 from urllib3.connection import HTTPConnection, HTTPSConnection
 from urllib3.util.ssl_ import create_urllib3_context
 
-from idempotency.deadlines import Overdue, PlainSocket, TlsSocket
+from idempotency.deadlines import PlainSocket, TlsSocket
 
 # Bytes of an answer about one object, and of a list of a hundred.
 ANSWER_LIMIT, LIST_LIMIT = 1024 * 1024, 8 * 1024 * 1024
@@ -18,41 +18,37 @@ ANSWER_LIMIT, LIST_LIMIT = 1024 * 1024, 8 * 1024 * 1024
 ANSWER_READS = 3
 
 
-class AnswerBeyondLimits(Exception):
-    """There is an answer, of which not all was read: what was asked for may have happened. The message names the limit."""
+class AnswerTooLong(Exception):
+    """There is an answer, of which not all was read: what was asked for may have happened. The message says the limit."""
 
 
-def limited(pools: urllib3.PoolManager) -> urllib3.PoolManager:
-    """The same connections, with a limit of time for each answer; through a proxy that is itself spoken to by TLS, for each read alone."""
+def with_deadlines(pools: urllib3.PoolManager) -> urllib3.PoolManager:
+    """The same connections, with a limit of time for each whole answer of the server that they lead to.
+
+    Only each read has one of what a proxy says itself: of the answer to CONNECT, and of all if it is spoken to by TLS.
+    """
     pools.pool_classes_by_scheme = {"http": _Pool, "https": _TlsPool}
     return pools
 
 
-def ask(
+def request_limited(
     pools: urllib3.PoolManager, method: str, url: str, *, limit: int = ANSWER_LIMIT, **options: Any
 ) -> tuple[int, Mapping[str, str], bytes]:
     """The status, headers and body of an answer. `limit`: of its body, in bytes.
 
-    Raises urllib3's `HTTPError` without a complete answer, and `AnswerBeyondLimits`. Then the connection is not used again.
+    Raises urllib3's `HTTPError` without a complete answer in time, and `AnswerTooLong`. Then the connection is not used again.
     """
     body = bytearray()
+    response = pools.request(method, url, preload_content=False, **options)
     try:
-        response = pools.request(method, url, preload_content=False, **options)
-        try:
-            # no compression is asked for, and none is undone
-            while len(body) <= limit and (part := response.read(limit + 1 - len(body), decode_content=False)):
-                body += part
-        finally:
-            response.close()  # the connection, too, unless all was read: then it is in the pool again
-    except urllib3.exceptions.HTTPError as error:
-        if not isinstance(error.__cause__, Overdue):
-            raise
-        reason = f"not complete after ANSWER_READS ({ANSWER_READS}) times the time of one read"
-    else:
-        if len(body) <= limit:
-            return response.status, response.headers, bytes(body)
-        reason = f"more than {'LIST_LIMIT' if limit == LIST_LIMIT else 'ANSWER_LIMIT'} ({limit} bytes)"
-    raise AnswerBeyondLimits(reason)
+        # no compression is asked for, and none is undone
+        while len(body) <= limit and (part := response.read(limit + 1 - len(body), decode_content=False)):
+            body += part
+    finally:
+        response.close()  # the connection, too, unless all was read: then it is in the pool again
+    if len(body) > limit:
+        raise AnswerTooLong(f"longer than {limit} bytes")
+    return response.status, response.headers, bytes(body)
 
 
 class _Limited(HTTPConnection):

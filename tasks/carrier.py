@@ -8,7 +8,7 @@ key in progress, 401/403,
 404 but for a label that is not
 a 5xx replayed for this key     StoredFailure   calling again under this key is pointless
 any other 5xx, nonsense, or     CarrierError    uses up an attempt; the outcome is unknown
-more than is read of an answer
+an answer that is too long
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from idempotency import (
     StoredRefusal,
 )
 
-from .answers import AnswerBeyondLimits, ask, limited
+from .answers import AnswerTooLong, request_limited, with_deadlines
 from .circuit import Circuit, Unavailable, seconds_of
 from .tenants import DEFAULT, named
 
@@ -65,7 +65,7 @@ class Carrier:
         os.register_at_fork(after_in_child=self._connect)
 
     def _connect(self) -> None:
-        self._pool = limited(urllib3.PoolManager(maxsize=100, timeout=self._timeout, retries=False))
+        self._pool = with_deadlines(urllib3.PoolManager(maxsize=100, timeout=self._timeout, retries=False))
         self._circuit = Circuit("the carrier")
 
     def create_label(self, *, return_id: str, kind: str, idempotency_key: str, tenant: str = DEFAULT) -> dict[str, Any]:
@@ -100,11 +100,11 @@ class Carrier:
         def request() -> dict[str, Any]:
             try:
                 sent = None if body is None else json.dumps(body)
-                answer = ask(self._pool, method, self._url + path, headers=headers, body=sent)
+                answer = request_limited(self._pool, method, self._url + path, headers=headers, body=sent)
             except urllib3.exceptions.HTTPError:
                 reason = "the carrier is unreachable or did not answer in time"
                 raise Unavailable(TRY_LATER_SECONDS, reason) from None
-            except AnswerBeyondLimits as error:
+            except AnswerTooLong as error:
                 raise CarrierError(f"the carrier's answer is {error}") from None
             return _meaning(*answer)
 

@@ -12,7 +12,7 @@ Only this module decides what an answer means for the operation:
     accepted, and not decided yet   Undecided       asked about later, or when a webhook says so; not called again
     a 5xx replayed for this key     StoredFailure   calling again under this key is pointless
     any other 5xx, nonsense, or     GatewayError    uses up an attempt; the outcome is unknown
-    more than is read of an answer
+    an answer that is too long
 """
 
 import os
@@ -38,7 +38,7 @@ from idempotency import (
     Undecided,
 )
 from idempotency.text import storable
-from tasks.answers import AnswerBeyondLimits
+from tasks.answers import AnswerTooLong
 from tasks.circuit import Circuit, Unavailable, seconds_of
 from tasks.stripe_http import StripeConnections
 from tasks.tenants import DEFAULT, check_tenant, named
@@ -452,7 +452,7 @@ def _translated(request: Callable[[], T]) -> T:
         return request()
     except stripe.StripeError as error:
         meaning = _meaning(error)
-    except AnswerBeyondLimits as error:
+    except AnswerTooLong as error:
         meaning = GatewayError(f"the payment provider's answer is {error}")
     raise meaning
 

@@ -58,7 +58,7 @@ class MailServer:
     def at(cls, url: str) -> Self:
         """Read `smtps://user:password@host` or `smtp://…`, which means STARTTLS, except on this machine.
 
-        `smtp://host?starttls=never` is plain text. Raises `ValueError`, which never shows the address.
+        `?starttls=never` is for this machine alone. Raises `ValueError`, which never shows the address.
         """
         try:
             parts = urlsplit(url)
@@ -69,12 +69,12 @@ class MailServer:
             raise ValueError("SMTP_URL: must be smtp://[user:password@]host[:port] or smtps://…")
         if options not in ({}, {"starttls": ["never"]}) or (options and parts.scheme == "smtps"):
             raise ValueError("SMTP_URL: the only option is ?starttls=never, of smtp://")
-        is_plain = bool(options) or is_loopback(host)
+        is_here = is_loopback(host)
+        if options and not is_here:
+            raise ValueError("SMTP_URL: starttls=never is for a server on this machine; another one needs TLS")
         tls: Literal["implicit", "starttls", "none"] = (
-            "implicit" if parts.scheme == "smtps" else "none" if is_plain else "starttls"
+            "implicit" if parts.scheme == "smtps" else "none" if is_here else "starttls"
         )
-        if parts.password is not None and tls == "none" and not is_loopback(host):
-            raise ValueError("SMTP_URL: a password needs TLS")
         user, password = (None if part is None else unquote(part) for part in (parts.username, parts.password))
         return cls(host, port or {"implicit": 465, "starttls": 587, "none": 25}[tls], tls, user, password)
 
@@ -218,6 +218,9 @@ class Mailer:
         is_early = False
         try:
             code, _ = smtp.docmd("DATA")
+        except (OSError, smtplib.SMTPException):
+            raise Defer(UNAVAILABLE_SECONDS, "mail server closed the connection before the message") from None
+        try:
             if code == 354:
                 smtp.send(_DOT.sub(b"..", text) + (b"" if text.endswith(b"\r\n") else b"\r\n"))
                 is_early = _has_answered(smtp)

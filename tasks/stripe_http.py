@@ -10,7 +10,7 @@ from urllib.request import getproxies, proxy_bypass
 import stripe
 import urllib3
 
-from tasks.answers import ANSWER_LIMIT, LIST_LIMIT, ask, limited
+from tasks.answers import ANSWER_LIMIT, LIST_LIMIT, request_limited, with_deadlines
 
 # More than a process has threads: further connections would be used for one call only.
 CONNECTIONS = 100
@@ -36,16 +36,16 @@ class StripeConnections(stripe.HTTPClient):
         }
         address = urlsplit(url)
         proxy = None if proxy_bypass(address.hostname or "") else getproxies().get(address.scheme)
-        self._pool = limited(urllib3.ProxyManager(proxy, **options) if proxy else urllib3.PoolManager(**options))
+        self._pool = with_deadlines(urllib3.ProxyManager(proxy, **options) if proxy else urllib3.PoolManager(**options))
 
     def request(  # type: ignore[override]  # the SDK's own clients return bytes as well
         self, method: str, url: str, headers: Mapping[str, str] | None, post_data: Any = None, **_: Any
     ) -> tuple[bytes, int, Mapping[str, str]]:
-        """Make one call. Raises `stripe.APIConnectionError` without a complete answer, and `AnswerBeyondLimits`."""
+        """Make one call. Raises `stripe.APIConnectionError` without a complete answer, and `AnswerTooLong`."""
         is_list = "limit" in parse_qs(urlsplit(url).query)
         limit = LIST_LIMIT if is_list else ANSWER_LIMIT
         try:
-            status, found, body = ask(self._pool, method, url, limit=limit, body=post_data, headers=headers)
+            status, found, body = request_limited(self._pool, method, url, limit=limit, body=post_data, headers=headers)
         except urllib3.exceptions.HTTPError as error:
             unreachable = f"no answer ({type(error).__name__})"
             raise stripe.APIConnectionError(unreachable) from error  # type: ignore[no-untyped-call]

@@ -20,6 +20,7 @@ import redis
 from celery import Celery, _state
 from sqlalchemy import Engine, Row, create_engine, text
 from sqlalchemy.engine import URL, make_url
+from sqlalchemy.exc import ProgrammingError
 
 import services
 from idempotency import events
@@ -32,7 +33,7 @@ from tests.support.operations import Entries, Record
 from tests.support.outside import OutsideWorld
 from tests.support.partitions import purging_drops, put_into_partitions
 from tests.support.pooler import Pooler
-from tests.support.processes import Processes, Worker
+from tests.support.processes import Processes, Worker, eventually
 
 # What takes long begins first (with `--no-loadscope-reorder`): begun last, it would be all that runs at the end. Each of
 # the four processes is given two files to begin with, the first four and then the next four, so the longest is together
@@ -135,8 +136,16 @@ def database(servers: services.Services, maintenance_database: Engine, template:
         # the default writes all of the template to the WAL
         connection.execute(text(f"CREATE DATABASE {name} TEMPLATE {template} STRATEGY FILE_COPY"))
     yield make_url(servers.database_url).set(database=name).render_as_string(hide_password=False)
-    with maintenance_database.connect() as connection:
-        connection.execute(text(f"DROP DATABASE IF EXISTS {name} WITH (FORCE)"))
+
+    def drop() -> bool:
+        try:
+            with maintenance_database.connect() as connection:
+                connection.execute(text(f"DROP DATABASE IF EXISTS {name} WITH (FORCE)"))
+        except ProgrammingError:  # a superuser's connection of the test has not ended yet
+            return False
+        return True
+
+    eventually(drop, timeout=20, what="no superuser is connected")
 
 
 @pytest.fixture

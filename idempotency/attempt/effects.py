@@ -69,7 +69,7 @@ class StillUnknown:
     ask_again: float | None = None
 
     def __post_init__(self) -> None:
-        if self.ask_again is not None and not self.ask_again < math.inf:  # NaN is not, either
+        if self.ask_again is not None and not math.isfinite(self.ask_again):
             raise ValueError(f"ask_again: must be a finite number, got {self.ask_again}")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from ..attempt.endings import Ended, Release
-from ..errors import AnswerNotStored, CallRefused, Defer, PermanentError
+from ..errors import CallRefused, Defer, PermanentError
 from ..store.answers import Busy, Completed, Failed, Foreign, Mismatch
 from ..wire import results
 from .problems import Answer, problem
@@ -16,6 +16,10 @@ from .response import replay
 # Seconds until a request is worth sending again after it met a running one, or a Postgres that did not answer.
 RETRY_AFTER = 1
 _NOT_DUE = "What this request waits for takes a while. Send it again, with the same key."
+
+
+class AnswerNotStored(Exception):
+    """A handler's answer does not end its operation: the next request under the key runs the handler again. Internal."""
 
 
 def answer_to(outcome: object) -> Answer:

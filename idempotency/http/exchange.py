@@ -20,7 +20,6 @@ from ..attempt.run import Outcome, run
 from ..attempt.runtime import Runtime
 from ..errors import (
     Again,
-    AnswerNotStored,
     CallRefused,
     Defer,
     EffectUnknown,
@@ -40,7 +39,7 @@ from ..store.answers import Completed
 from ..wire import results
 from ..wire.delivery import Delivery
 from ..wire.keys import OperationId
-from .answers import answer_to
+from .answers import AnswerNotStored, answer_to
 from .asgi import Application, Headers, Message, Scope, Send
 from .attempt import RequestAttempt
 from .quota import QuotaExceeded, Quotas

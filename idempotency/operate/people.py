@@ -40,6 +40,8 @@ class Person:
     # for each of their changes, in its transaction: raises `NotAuthenticated` if they are not this person any more
     check: CheckPerson | None = field(default=None, repr=False, compare=False)
     tenants: frozenset[str] | None = None  # whose operations they may change; None: all
+    # until when the token counts, in seconds since 1970; None: it does not say so itself
+    ends_at: float | None = field(default=None, repr=False, compare=False)
 
 
 def add_operator(connection: Connection, change: Change, name: str, role: Role, *, days: int) -> str:
@@ -128,7 +130,8 @@ def _known_outside(runtime: Runtime, token: str | None) -> tuple[Person | None, 
         return None, "not set"
     try:
         found = identities.identify(runtime.settings, token)
-        return Person(found.name, found.role, identities.known_by(runtime.settings), tenants=found.tenants), None
+        known_by = identities.known_by(runtime.settings)
+        return Person(found.name, found.role, known_by, tenants=found.tenants, ends_at=found.ends_at), None
     except NotAuthenticated as refusal:
         return None, str(refusal)
 

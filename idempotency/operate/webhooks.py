@@ -19,8 +19,8 @@ from ..hosts import Allowed
 from ..store import operations, waking
 from ..store import webhooks as stored
 from ..store.statements import repeatable
-from ..webhooks import challenge
 from ..webhooks.addresses import target_of
+from ..webhooks.challenge import post_challenge
 from ..webhooks.posting import Sender
 from ..webhooks.signing import Scheme, new_secret, verifier_of
 from ..wire.keys import OperationId, check_key
@@ -85,7 +85,7 @@ def enable_endpoint(runtime: Runtime, change: Change, id: str) -> None:
     meanwhile, and `OperationNotFound`.
     """
     endpoint, given = _endpoint(runtime, id)
-    challenge.ask(Sender.of(runtime.settings), endpoint.url, given)
+    post_challenge(Sender.of(runtime.settings), endpoint.url, given)
     with runtime.engine.begin() as connection:
         if not stored.enable(connection, runtime.settings.service, id, seen=endpoint.changed_at):
             raise ChangeRefused(f"{id}: was disabled while it was challenged; look again")

@@ -14,6 +14,7 @@ from sqlalchemy import Connection, Row
 from ..wire.keys import OperationId
 from .record import ROW, named
 from .statements import execute
+from .visible import parameters
 
 # Also of a role that has no right on it yet: code may be newer than `migrate --roles`.
 _IS_THERE = """
@@ -29,11 +30,12 @@ SELECT id, edited_by, known_by, reason, edited_at, before, after, fingerprint_af
 WHERE letter = %(letter)s AND applied_at IS NULL FOR UPDATE
 """
 _OPEN_REQUESTS = """
-SELECT e.letter, e.edited_by, e.edited_at, e.reason AS why, d.reason, e.tenant, e.task, e.key,
+SELECT e.id, e.letter, e.edited_by, e.edited_at, e.reason AS why, d.reason, e.tenant, e.task, e.key,
        e.before = d.payload AS is_of_this_letter
 FROM idempotency.letter_edits e JOIN idempotency.dead_letters d ON d.id = e.letter AND d.status = 'open'
 WHERE e.applied_at IS NULL AND (d.consumer_service = %(service)s) IS NOT FALSE
-  AND (%(tenants)s::text[] IS NULL OR e.tenant = ANY(%(tenants)s)) ORDER BY e.id DESC LIMIT %(limit)s
+  AND (%(tenants)s::text[] IS NULL OR e.tenant = ANY(%(tenants)s))
+  AND (%(before)s::bigint IS NULL OR e.id < %(before)s) ORDER BY e.id DESC LIMIT %(limit)s
 """
 _FIRST = """
 SELECT before FROM idempotency.letter_edits WHERE letter = %(letter)s AND applied_at IS NOT NULL ORDER BY id LIMIT 1
@@ -161,10 +163,10 @@ def first_payload(connection: Connection, letter: int) -> str | None:
 
 
 def open_requests(
-    connection: Connection, service: str, tenants: Sequence[str] | None, *, limit: int
+    connection: Connection, service: str, tenants: Sequence[str] | None, *, before: int | None, limit: int
 ) -> Sequence[Row[Any]]:
-    """Edits that one person has asked for and nobody has approved, the newest first."""
-    fields = {"service": service, "tenants": None if tenants is None else list(tenants), "limit": limit}
+    """Edits that one person has asked for and nobody has approved, the newest first; the next page has `before=` the last `id`."""
+    fields = parameters(service, tenants, before=before, limit=limit)
     return connection.exec_driver_sql(_OPEN_REQUESTS, fields).all()
 
 

@@ -21,7 +21,7 @@ from sqlalchemy import Connection
 
 from ..application import runtime_of
 from ..attempt.runtime import Runtime
-from ..deadlines import ask
+from ..deadlines import open_within
 from ..framework import framework
 from ..observe import metrics
 from ..observe.logs import log
@@ -90,7 +90,7 @@ def post(runtime: Runtime, text: str, notices: Iterable[Notice]) -> bool:
             data=json.dumps(document).encode(),
             headers={"Content-Type": "application/json"},
         )
-        with ask(request, settings.alert_timeout):  # of its body, nothing is read
+        with open_within(request, settings.alert_timeout):  # of its body, nothing is read
             return True
     except (OSError, HTTPException, ValueError) as error:
         _holds_off[runtime] = time.monotonic() + settings.alert_interval

@@ -13,13 +13,18 @@ from celery import Celery
 from sqlalchemy import Row
 
 from ..application import runtime_of
-from ..errors import MailRefused
+from ..errors import IdempotencyError
+from ..hosts import is_loopback
 from ..settings import Settings
 from ..store import alarms, dead_letters
 from ..text import number_of, one_line
 
 DAYS = 7
 SMTP_TIMEOUT = 10.0
+
+
+class MailRefused(IdempotencyError):
+    """The report could not be mailed; the message says why and never contains a password."""
 
 
 def text(rows: Sequence[Row[Any]], days: int = DAYS) -> str:
@@ -36,7 +41,10 @@ def text(rows: Sequence[Row[Any]], days: int = DAYS) -> str:
 
 
 def mail(settings: Settings, body: str, *, days: int = DAYS) -> None:
-    """Mail the report to `report_mail_to`. Raises `MailRefused`."""
+    """Mail the report to `report_mail_to`: off this machine, and with a password, over TLS to a known server or not at all.
+
+    Raises `MailRefused`.
+    """
     if settings.report_mail_to is None:
         raise MailRefused("idempotency_report_mail_to: not set")
     message = EmailMessage()
@@ -53,9 +61,9 @@ def mail(settings: Settings, body: str, *, days: int = DAYS) -> None:
             if url.scheme == "smtps"
             else smtplib.SMTP(host, port, timeout=SMTP_TIMEOUT)
         ) as server:
+            if url.scheme != "smtps" and (url.username or not is_loopback(host)):
+                server.starttls(context=context)
             if url.username:
-                if url.scheme != "smtps":
-                    server.starttls(context=context)  # never send a password in plain text
                 server.login(unquote(url.username), unquote(url.password or ""))
             server.send_message(message)
     except (OSError, smtplib.SMTPException) as error:

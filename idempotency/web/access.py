@@ -57,15 +57,12 @@ class Visitor:
 class Sessions:
     """Makes and reads signed cookies. `issuer`: where people log in; None: they do not, and all are `person`.
 
-    `until`: when that person's token ends, in seconds since 1970, if it says so itself; all are readers then.
+    Once that person's token has ended, if it says when, all are readers, who see no more than that person did.
     """
 
-    def __init__(
-        self, secret: str, *, lasts: float, issuer: str | None, person: Person | None = None, until: float | None = None
-    ) -> None:
+    def __init__(self, secret: str, *, lasts: float, issuer: str | None, person: Person | None = None) -> None:
         self._signer = URLSafeTimedSerializer(secret, salt="idempotency.web")
-        self._lasts, self._issuer = lasts, issuer
-        self._person, self._until = person, until
+        self._lasts, self._issuer, self._person = lasts, issuer, person
 
     @property
     def everyone(self) -> str:
@@ -86,8 +83,11 @@ class Sessions:
         if found is None or found["until"] <= time.time():
             return None
         if self._issuer is None:
-            person = self._person if self._until is None or time.time() < self._until else None
-            return Visitor(person or Person(NOBODY, "reader"), found["until"], found["csrf"], person is not None)
+            person = self._person
+            if person is None or (person.ends_at is not None and person.ends_at <= time.time()):
+                nobody = Person(NOBODY, "reader", tenants=None if person is None else person.tenants)
+                return Visitor(nobody, found["until"], found["csrf"], is_verified=False)
+            return Visitor(person, found["until"], found["csrf"], is_verified=True)
         if found.get("known_by") != self._issuer or found.get("role") not in ROLES:
             return None
         return Visitor(_person(found), found["until"], found["csrf"], is_verified=True)

@@ -22,7 +22,6 @@ from ..application import runtime_of
 from ..errors import IdempotencyError, InvalidResult, NotAllowed, OperationNotFound, SettingsError
 from ..hosts import is_loopback
 from ..http.asgi import Application, Message, Receive, Scope, Send
-from ..identities import ends_at
 from ..observe.logs import log
 from ..operate.people import Person, authenticate
 from ..settings import Settings
@@ -56,15 +55,12 @@ def create_app(celery: Celery, *, host: str = "127.0.0.1", port: int = 8500, tok
         if (found := schema.current_revision(connection) or "") < NEEDS:
             raise SettingsError(f"database schema: at {found}, the page needs {NEEDS}; migrate it")
     person: Person | None = None
-    until: float | None = None
     if token is not None and not logs_in:
         person = authenticate(runtime, token, role="reader", action="web")
-        until = ends_at(settings, token)
     place = _place(settings, host, port)
     secret = secrets.token_urlsafe(32) if settings.web_secret is None else settings.web_secret.get_secret_value()
-    sessions = Sessions(
-        secret, lasts=settings.web_session, issuer=settings.oidc_issuer if logs_in else None, person=person, until=until
-    )
+    issuer = settings.oidc_issuer if logs_in else None
+    sessions = Sessions(secret, lasts=settings.web_session, issuer=issuer, person=person)
     desk = Desk(celery, sessions, place, Login(celery, settings) if logs_in else None)
 
     @asynccontextmanager

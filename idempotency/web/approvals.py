@@ -19,14 +19,22 @@ from .shown import done, page
 def show(request: Request) -> Response:
     """The page."""
     desk = desk_of(request)
-    before = number(request.query_params.get("before"), what="before")
+    before, edits_before = (number(request.query_params.get(name), what=name) for name in ("before", "edits_before"))
+    service, tenants = desk.service, visitor_of(request).tenants
     with desk.reading() as connection:
-        rows = approvals.open_requests(
-            connection, desk.service, visitor_of(request).tenants, before=before, limit=ROWS + 1
-        )
-        corrections = edits.open_requests(connection, desk.service, visitor_of(request).tenants, limit=ROWS)
-    more = rows[ROWS - 1].letter if len(rows) > ROWS else None
-    return page(request, "approvals.html", title="Approvals", rows=rows[:ROWS], more=more, edits=corrections)
+        rows = approvals.open_requests(connection, service, tenants, before=before, limit=ROWS + 1)
+        corrections = edits.open_requests(connection, service, tenants, before=edits_before, limit=ROWS + 1)
+    return page(
+        request,
+        "approvals.html",
+        title="Approvals",
+        rows=rows[:ROWS],
+        edits=corrections[:ROWS],
+        # where both lists are, and go on
+        places={"before": before, "edits_before": edits_before},
+        more=rows[ROWS - 1].letter if len(rows) > ROWS else None,
+        more_edits=corrections[ROWS - 1].id if len(corrections) > ROWS else None,
+    )
 
 
 def approver_of(request: Request, action: str) -> tuple[Visitor, int]:

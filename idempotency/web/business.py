@@ -9,20 +9,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotInTime
 from dataclasses import dataclass, field
 from datetime import UTC, date, datetime
 from decimal import Decimal
 from importlib import import_module
 from itertools import islice
-from threading import Thread
+from threading import BoundedSemaphore
 from typing import Any, TypeAlias
 
 from sqlalchemy import Connection, event
 from sqlalchemy.orm import Session
 
 from ..attempt.exits import exits_are_errors
+from ..attempt.threads import DaemonThreads
 from ..errors import SettingsError
 from ..observe.logs import log
 from ..settings import Settings
@@ -76,7 +76,8 @@ class BusinessRows:
 
     def __init__(self, settings: Settings) -> None:
         self._rows_of = _imported(settings.business_rows)
-        self._running: set[Future[tuple[BusinessRow, ...]]] = set()
+        self._threads = DaemonThreads(AT_ONCE, "business-rows")
+        self._free = BoundedSemaphore(AT_ONCE)
         self._engine = make_engine(
             settings,
             session={
@@ -89,17 +90,17 @@ class BusinessRows:
 
     def close(self) -> None:
         """Close its connections, and wait for nothing."""
+        self._threads.shutdown()
         self._engine.dispose()
 
     def of(self, operation: Described) -> Found | None:
         """The rows of an operation; None: the application has named no function."""
         if self._rows_of is None:
             return None
-        self._running = {each for each in self._running if not each.done()}
-        if len(self._running) >= AT_ONCE:
+        if not self._free.acquire(blocking=False):  # nobody waits for a function that may never end
             return Found(why="The application's rows are not shown: its function is still busy with other operations.")
-        asked = self._start(self._rows_of, operation)
-        self._running.add(asked)
+        asked = self._threads.submit(self._ask, self._rows_of, operation)
+        asked.add_done_callback(lambda _: self._free.release())
         try:
             rows = asked.result(PATIENCE)
         except NotInTime:
@@ -113,19 +114,6 @@ class BusinessRows:
         if len(rows) > MOST:
             return Found(rows[:MOST], f"The first {MOST} of the application's rows are shown; there are more.")
         return Found(rows)
-
-    def _start(self, rows_of: RowsOf, operation: Described) -> Future[tuple[BusinessRow, ...]]:
-        """Ask in a thread that keeps no process from ending, as those of a pool would."""
-        asked: Future[tuple[BusinessRow, ...]] = Future()
-
-        def work() -> None:
-            try:
-                asked.set_result(self._ask(rows_of, operation))
-            except BaseException as error:
-                asked.set_exception(error)
-
-        Thread(target=work, name="business-rows", daemon=True).start()
-        return asked
 
     def _ask(self, rows_of: RowsOf, operation: Described) -> tuple[BusinessRow, ...]:
         began = time.monotonic()

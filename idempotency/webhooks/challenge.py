@@ -15,7 +15,7 @@ CHALLENGE_BYTES = 24
 EVENT_TYPE = "webhook.challenge"
 
 
-def ask(sender: Sender, url: str, given: Sequence[str]) -> None:
+def post_challenge(sender: Sender, url: str, given: Sequence[str]) -> None:
     """Post a challenge to an endpoint, signed as its webhooks. Returns if it answers with a 2xx and the challenge.
 
     As JSON, `{"challenge": …}`, or alone as text. Raises `ChangeRefused`, which says what came instead and not where from.

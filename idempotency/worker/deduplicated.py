@@ -24,7 +24,6 @@ from celery.utils.imports import symbol_by_name
 from ..attempt.endings import Ended, Finished, Release
 from ..attempt.policy import Policy
 from ..errors import (
-    Again,
     FingerprintMismatch,
     OperationBusy,
     OperationFailed,
@@ -47,7 +46,7 @@ from . import hooks
 from .absent import NotHere, Without, check_absent
 from .coming_again import Later, cell_unknown, pause_for, put_off, retried, watch_for
 from .options import check_values
-from .retrying import RetriedTask
+from .retrying import RetriedTask, again
 from .store_runtimes import store_runtime_of
 from .using import P
 from .waiting import SHARE_OF_TIME_LIMIT, Waiting
@@ -295,8 +294,7 @@ class DeduplicatedTask(Without, RetriedTask[P, R_co], Generic[P, R_co]):
                 raise request.asked
             return result.as_tuple() if isinstance(result, ResultBase) else result  # as Celery stores it
         except Retry as retry:
-            delay = float(retry.when) if isinstance(retry.when, int | float) else None
-            raise Again(delay, retry.__cause__ or retry.exc or retry) from retry
+            raise again(retry) from retry
         except (Ignore, Reject) as error:
             raise UnsupportedControl(f"{type(error).__name__} from a body would acknowledge past the record") from None
 

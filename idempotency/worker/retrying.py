@@ -11,6 +11,7 @@ from celery.utils.time import maybe_make_aware
 
 from ..attempt.endings import MAX_DELAY
 from ..errors import (
+    Again,
     Defer,
     InvalidArguments,
     LeaseLost,
@@ -93,7 +94,7 @@ class RetriedTask(Keyed[P, R_co], Generic[P, R_co]):
 
         `countdown` in seconds, `eta` as an aware datetime. Raises `Retry`; with `throw=False` returns it, and the attempt is
         let go once the body has returned. Raises an `exc` that is a final error; `RetriesExhausted` beyond `max_retries`,
-        and without an `exc` beyond the task's own; `InvalidArguments` for a delay of more than ten years;
+        and without an `exc` beyond the task's own; `InvalidArguments` for a delay of more than ten years, or of NaN;
         `UnsupportedControl` for other arguments, which would be another operation, and for more retries than the task has.
         """
         if not self._is_this_call(args, kwargs):
@@ -111,9 +112,7 @@ class RetriedTask(Keyed[P, R_co], Generic[P, R_co]):
             raise RetriesExhausted(f"no result after {max_retries} retries") from exc
         if eta is not None:
             countdown = max((maybe_make_aware(eta) - self.app.now()).total_seconds(), 0.0)
-        if countdown is not None and not countdown <= MAX_DELAY:  # NaN is not, either
-            raise InvalidArguments(f"retry: countdown: at most {MAX_DELAY:.0f} seconds, got {countdown:g}")
-        retry = Retry(exc=exc, when=self.default_retry_delay if countdown is None else countdown)
+        retry = Retry(exc=exc, when=_checked(self.default_retry_delay if countdown is None else countdown))
         retry.__cause__ = exc  # Celery's own copy, `retry.exc`, is another error if this one cannot be pickled
         if throw:
             raise retry
@@ -133,6 +132,19 @@ class RetriedTask(Keyed[P, R_co], Generic[P, R_co]):
             return keys.canonical_json(given) == keys.canonical_json(mine)
         except (TypeError, InvalidArguments):
             return False
+
+
+def again(retry: Retry) -> Again:
+    """What a `Retry` that ends a body asks for, also one that the body has made itself. Raises `InvalidArguments` for its delay."""
+    delay = float(_checked(retry.when)) if isinstance(retry.when, int | float) else None
+    return Again(delay, retry.__cause__ or retry.exc or retry)
+
+
+def _checked(countdown: float) -> float:
+    """Seconds; below 0 they are over. Raises `InvalidArguments`."""
+    if not countdown <= MAX_DELAY:  # NaN is not, either
+        raise InvalidArguments(f"retry: countdown: at most {MAX_DELAY:.0f} seconds, got {countdown}")
+    return max(countdown, 0)
 
 
 def _check_retries(name: str, given: object) -> None:

@@ -37,7 +37,6 @@ from ..attempt.endings import Ended, Finished, Release
 from ..attempt.policy import Policy
 from ..attempt.run import Outcome, run
 from ..errors import (
-    Again,
     FingerprintMismatch,
     OperationBusy,
     OperationFailed,
@@ -71,6 +70,7 @@ from .deliveries import (
 )
 from .errbacks import run_as_errback
 from .options import check_values
+from .retrying import again
 from .using import P
 from .waiting import Waiting
 
@@ -229,8 +229,7 @@ class IdempotentTask(ControlledTask[P, R_co]):
             # as Celery stores it
             return result.as_tuple() if isinstance(result, ResultBase) else result
         except Retry as retry:
-            delay = float(retry.when) if isinstance(retry.when, int | float) else None
-            raise Again(delay, retry.__cause__ or retry.exc or retry) from retry
+            raise again(retry) from retry
         except (Ignore, Reject) as error:
             if (replacement := self._replacement()) is not None:
                 return replacement

@@ -18,7 +18,6 @@ from celery import Celery
 from sqlalchemy import Connection, text
 
 from idempotency.application import close_runtime
-from idempotency.errors import MailRefused
 from idempotency.store import alarms as stored
 from idempotency.store.sweeps import BATCH
 from idempotency.upkeep import alerts, maintenance, reports
@@ -330,8 +329,10 @@ def test_what_is_new_is_logged_while_the_webhook_takes_its_time(
 class Inbox:
     def __init__(self) -> None:
         self.mails: list[str] = []
+        self.is_encrypted: list[bool] = []
 
     async def handle_DATA(self, server: Any, session: Any, envelope: Any) -> str:  # noqa: N802  aiosmtpd's name
+        self.is_encrypted.append(session.ssl is not None)
         self.mails.append(envelope.content.decode())
         return "250 OK"
 
@@ -369,7 +370,7 @@ def test_the_weekly_report_is_mailed_once_however_many_beats_there_are(
 def test_a_report_that_cannot_be_mailed_is_due_again_and_shows_no_password(alerting: Celery) -> None:
     alerting.conf.idempotency_report_smtp_url = "smtp://ops:geheim@127.0.0.1:1"
     for _ in range(2):
-        with pytest.raises(MailRefused, match=r"127\.0\.0\.1: ConnectionRefusedError") as refused:
+        with pytest.raises(reports.MailRefused, match=r"127\.0\.0\.1: ConnectionRefusedError") as refused:
             reports.mail_weekly(alerting)
         assert "geheim" not in str(refused.value)
 
@@ -417,13 +418,44 @@ def test_a_report_with_a_password_goes_only_over_tls_to_a_known_server(
             assert login.told == [(b"ops", b"geheim/1")]
             assert len(eventually(lambda: inbox.mails)) == 1
             return
-        with pytest.raises(MailRefused) as refused:
+        with pytest.raises(reports.MailRefused) as refused:
             reports.mail_weekly(alerting)
         assert not inbox.mails
         assert "geheim" not in str(refused.value)
         assert set(login.told) == ({(b"ops", b"falsch")} if trouble == "wrong password" else set())
         if trouble == "unknown certificate":
             assert "SSLCertVerificationError" in str(refused.value)
+    finally:
+        controller.stop()
+
+
+# this machine, by an address that is not one of its own alone
+@pytest.mark.parametrize("trouble", [None, "unknown certificate", "no TLS"])
+def test_a_report_goes_off_this_machine_only_over_tls_without_a_password_too(
+    alerting: Celery, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trouble: str | None
+) -> None:
+    certificate = certificate_for("0.0.0.0", tmp_path)
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(certificate)
+    inbox = Inbox()
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    tls: dict[str, Any] = {} if trouble == "no TLS" else {"tls_context": context}
+    controller = Controller(inbox, hostname="127.0.0.1", port=port, **tls)
+    controller.start()
+    alerting.conf.idempotency_report_smtp_url = f"smtp://0.0.0.0:{port}"
+    if trouble != "unknown certificate":
+        monkeypatch.setenv("SSL_CERT_FILE", f"{certificate}.crt")
+    try:
+        if trouble is None:
+            assert reports.mail_weekly(alerting)
+            assert len(eventually(lambda: inbox.mails)) == 1
+            assert inbox.is_encrypted == [True]
+            return
+        why = "SMTPNotSupportedError" if trouble == "no TLS" else "SSLCertVerificationError"
+        with pytest.raises(reports.MailRefused, match=why):
+            reports.mail_weekly(alerting)
+        assert not inbox.mails
     finally:
         controller.stop()
 

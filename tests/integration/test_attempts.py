@@ -15,6 +15,7 @@ from uuid import uuid4
 import psycopg
 import pytest
 from celery import Celery
+from celery.exceptions import Retry
 from sqlalchemy import Connection, Engine, create_engine, text
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import OperationalError
@@ -301,13 +302,33 @@ def test_an_error_that_cannot_be_pickled_is_recorded_as_itself(
     assert json.loads(record("k").error)["message"].endswith("HTTPError: HTTP Error 503: overloaded")
 
 
+@pytest.mark.parametrize("by_hand", [False, True])
 @pytest.mark.parametrize("seconds", [2.0**60, float("nan"), float("inf")])
 def test_a_retry_beyond_the_calendar_ends_the_operation(
-    bank: Celery, deliveries: Deliveries, record: Record, seconds: float
+    bank: Celery, deliveries: Deliveries, record: Record, seconds: float, by_hand: bool
 ) -> None:
-    task = make_task(bank, lambda self: self.retry(countdown=seconds))
-    assert deliveries.deliver(task, key="k").state == "FAILURE"
+    def body(self: Any) -> None:
+        raise Retry(when=seconds) if by_hand else self.retry(countdown=seconds)
+
+    assert deliveries.deliver(make_task(bank, body), key="k").state == "FAILURE"
     assert code(record("k"))[0] == "call_refused"
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+@pytest.mark.parametrize("seconds", [-1e12, float("-inf")])
+def test_a_retry_after_less_than_no_time_is_due_at_once(
+    bank: Celery, deliveries: Deliveries, record: Record, seconds: float, by_hand: bool
+) -> None:
+    """A provider's Retry-After in the past, say. Postgres has no date that long ago."""
+
+    def body(self: Any) -> None:
+        raise Retry(when=seconds) if by_hand else self.retry(countdown=seconds)
+
+    task = make_task(bank, body, max_attempts=2)
+    assert deliveries.deliver(task, key="k").state == "RETRY"
+    assert record("k").status == "released"
+    deliveries.deliver(task, key="k", origin="retry")
+    assert code(record("k"))[0] == "attempts_exhausted"
 
 
 # ---------------------------------------------------------------- attempts that are not used

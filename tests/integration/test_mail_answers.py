@@ -20,7 +20,7 @@ SENDER = "shop@shop.example"
 
 
 class Server:
-    """Speaks SMTP on loopback. `data`: what it says to DATA; `end`: what it says after a text. Keeps what it has taken."""
+    """Speaks SMTP on loopback. `data`: what it says to DATA, empty: it hangs up; `end`: what it says after a text. Keeps what it has taken."""
 
     def __init__(self, data: bytes, end: bytes, certificate: Path | None = None) -> None:
         self.data, self.end = data, end
@@ -61,6 +61,8 @@ class Server:
                         connection.sendall(b"250 ok\r\n")
                     case b"DATA":
                         connection.sendall(self.data)
+                        if not self.data:
+                            return
                         if not self.data.startswith(b"354"):
                             continue
                         text: list[bytes] = []
@@ -101,6 +103,14 @@ def served(
 def test_a_mail_whose_text_was_not_asked_for_is_sent_later(answer: bytes) -> None:
     with served(data=answer) as (server, send):
         with pytest.raises(Defer, match="did not ask for the message"):
+            send("a@shop.example", "s", "b", idempotency_key="k")
+        assert server.taken == []
+
+
+def test_a_mail_whose_connection_is_lost_before_its_text_is_sent_later() -> None:
+    """Nothing was sent of it."""
+    with served(data=b"") as (server, send):
+        with pytest.raises(Defer, match="closed the connection before the message"):
             send("a@shop.example", "s", "b", idempotency_key="k")
         assert server.taken == []
 

@@ -8,10 +8,12 @@ from collections.abc import Callable
 from uuid import uuid4
 
 import httpx
+import pytest
 
-from api.operators import ASKED_AT_ONCE, WAITING
+from api.operators import CHECKS_AT_ONCE, CHECKS_WAITING
+from idempotency import issuer as keys_of_issuer
 from tests.integration.test_identities import AUDIENCE, ISSUER
-from tests.integration.test_slow_issuer import Issuer, token
+from tests.integration.test_slow_issuer import KEY, Issuer, token
 from tests.pipeline.test_admin import LETTERS, PAYMENT, Admin, admin, configure, started  # noqa: F401
 
 # As many as the threads that all routes share (anyio), and some more.
@@ -56,4 +58,41 @@ def test_guesses_at_an_operators_token_stop_no_payments_while_the_issuer_is_sile
         issuer.server.shutdown()
         issuer.server.server_close()
     assert during[0] == 202
-    assert refused == [429] * (GUESSES - ASKED_AT_ONCE - WAITING)
+    assert refused == [429] * (GUESSES - CHECKS_AT_ONCE - CHECKS_WAITING)
+
+
+def test_who_has_a_known_key_does_not_stand_in_line_with_strangers(
+    admin: Admin,  # noqa: F811
+    configure: Callable[..., None],  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each guess names another key, for which a silent issuer is asked."""
+    issuer = Issuer()
+    configure(oidc_issuer=ISSUER, oidc_audience=AUDIENCE, oidc_keys=issuer.url)
+    monkeypatch.setattr(keys_of_issuer, "PAUSE", 0.0)
+
+    async def attack() -> tuple[list[int], list[int]]:
+        async with started(admin.app) as client:
+
+            async def ask(token: str) -> int:
+                return (await client.get(LETTERS, headers={"Authorization": f"Bearer {token}"})).status_code
+
+            operators = [await ask(token("known", KEY))]
+            issuer.pause.clear()
+            guessed = token("unknown")
+            guesses = [asyncio.create_task(ask(guessed)) for _ in range(CHECKS_AT_ONCE + CHECKS_WAITING + 4)]
+            await asyncio.wait(guesses, return_when=asyncio.FIRST_COMPLETED)  # the line is full
+            operators.append(await ask(token("known", KEY)))
+            has_ended = [each.done() for each in guesses].count(True)
+            issuer.pause.set()
+            return operators, [has_ended, *await asyncio.gather(*guesses)]
+
+    try:
+        operators, (has_ended, *guesses) = asyncio.run(attack())
+    finally:
+        issuer.pause.set()
+        issuer.server.shutdown()
+        issuer.server.server_close()
+    assert operators == [200, 200]
+    assert has_ended == guesses.count(429) == 4
+    assert guesses.count(401) == CHECKS_AT_ONCE + CHECKS_WAITING

@@ -13,7 +13,7 @@ from urllib.error import HTTPError, URLError
 
 import pytest
 
-from idempotency.deadlines import Overdue, PlainSocket, ask
+from idempotency.deadlines import Overdue, PlainSocket, open_within
 from tests.support import receiver as receivers
 from tests.support.dripping import BODY, CHUNKS, HEADERS, OK, dripping
 
@@ -46,7 +46,7 @@ def test_whatever_drips_ends_with_its_time(
     monkeypatch.setenv("SSL_CERT_FILE", f"{certificate}.crt")
     with dripping(*dripped, certificate=certificate if tls else None) as server:
         begun = time.monotonic()
-        with pytest.raises((Overdue, HTTPException)), ask(request(server.url), LIMIT) as answer:
+        with pytest.raises((Overdue, HTTPException)), open_within(request(server.url), LIMIT) as answer:
             answer.read()
         assert LIMIT - 0.1 < time.monotonic() - begun < LONG
         assert server.asked == 1
@@ -57,8 +57,18 @@ def test_a_proxy_that_drips_ends_with_the_same_time(monkeypatch: pytest.MonkeyPa
         monkeypatch.setenv("https_proxy", proxy.url)
         begun = time.monotonic()
         with pytest.raises(URLError):
-            ask(request("https://alerts.example/a"), LIMIT)
+            open_within(request("https://alerts.example/a"), LIMIT)
         assert time.monotonic() - begun < LONG
+    assert proxy.told == ["CONNECT alerts.example:443"]
+
+
+def test_what_a_proxy_has_taken_is_left_of_the_time_of_a_handshake(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second piece would be no TLS, and comes when the time is over."""
+    with dripping(b"", b"HTTP/1.1 200 OK\r\n\r\n", pause=0.6) as proxy:
+        monkeypatch.setenv("https_proxy", proxy.url)
+        with pytest.raises(URLError) as late:
+            open_within(request("https://alerts.example/a"), 1.0)
+    assert isinstance(late.value.reason, TimeoutError)
     assert proxy.told == ["CONNECT alerts.example:443"]
 
 
@@ -70,7 +80,7 @@ def test_the_proxy_of_the_environment_is_asked_unless_excepted(
     with dripping(*answer, pieces=0) as server, dripping(*answer, pieces=0) as proxy:
         monkeypatch.setenv("http_proxy", proxy.url)
         monkeypatch.setenv("no_proxy", excepted)
-        with ask(request(f"{server.url}/a"), 5.0) as found:
+        with open_within(request(f"{server.url}/a"), 5.0) as found:
             assert found.read() == b"{}"
     assert (proxy.told, server.told) == (([f"POST {server.url}/a"], []) if by_proxy else ([], ["POST /a"]))
 
@@ -79,18 +89,18 @@ def test_over_tls_the_name_and_the_authority_count(
     receiver: receivers.Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     receiver.answer = receivers.answering(204)
-    with ask(request(receiver.url), 5.0) as answer:
+    with open_within(request(receiver.url), 5.0) as answer:
         assert answer.status == 204
     monkeypatch.delenv("SSL_CERT_FILE")
     with pytest.raises(URLError) as unknown:
-        ask(request(receiver.url), 5.0)
+        open_within(request(receiver.url), 5.0)
     assert isinstance(unknown.value.reason, ssl.SSLCertVerificationError)
 
 
 def test_no_redirect_is_followed(receiver: receivers.Receiver) -> None:
     receiver.answer = receivers.answering(302, Location=f"{receiver.url}/elsewhere")
     with pytest.raises(HTTPError) as refused:
-        ask(request(receiver.url), 5.0)
+        open_within(request(receiver.url), 5.0)
     refused.value.close()
     assert (refused.value.code, len(receiver.requests)) == (302, 1)
 

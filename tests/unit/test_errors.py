@@ -75,6 +75,13 @@ def test_a_time_that_never_comes_is_refused_where_it_is_given(kind: type[Excepti
         StillUnknown(float(seconds))
 
 
+def test_minus_infinity_is_no_finite_number_of_seconds() -> None:
+    with pytest.raises(ValueError, match=r"^delay: must be a finite number, got -inf$"):
+        errors.Again(float("-inf"), ValueError())
+    with pytest.raises(ValueError, match=r"^ask_again: must be a finite number, got -inf$"):
+        StillUnknown(float("-inf"))
+
+
 def test_a_time_that_is_over_is_now() -> None:
     assert [errors.Defer(seconds, "later").seconds for seconds in (float("-inf"), -1.0, 0.0, 2.5)] == [
         0.0,
@@ -82,7 +89,7 @@ def test_a_time_that_is_over_is_now() -> None:
         0.0,
         2.5,
     ]
-    assert [errors.Again(delay, ValueError()).delay for delay in (None, 1e300)] == [None, 1e300]
+    assert [errors.Again(delay, ValueError()).delay for delay in (None, -1e12, 1e300)] == [None, 0.0, 1e300]
 
 
 def test_the_tree_in_the_documentation_is_the_real_one() -> None:

@@ -22,6 +22,8 @@ from idempotency.web.business import BusinessRow, Described
 from tests.support import bank as b
 from tests.support.deliveries import Deliveries
 from tests.support.documents import python_blocks
+from tests.support.operations import at_once
+from tests.support.processes import eventually
 from tests.web.conftest import Browser, Open
 from tests.web.test_changes import audited, shown
 
@@ -153,6 +155,34 @@ def test_a_function_that_is_slow_is_a_sentence_and_takes_no_more_threads(
     browser = page(lambda session, operation: time.sleep(1.5))
     assert "did not answer within 0.1 s" in browser.get("/operation", params=NAMED).text
     assert "still busy with other operations" in browser.get("/operation", params=NAMED).text
+
+
+def test_no_more_functions_run_at_once_than_may_and_none_keeps_its_place(
+    page: Callable[[RowsOf], Browser], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(business, "AT_ONCE", 2)
+    running: list[None] = []
+    most: list[int] = []
+
+    def count(session: Session, operation: Described) -> list[BusinessRow]:
+        running.append(None)
+        most.append(len(running))
+        time.sleep(0.002)
+        running.pop()
+        return []
+
+    desk: Any = page(count).client.app.state.desk
+    asked = Described(**NAMED)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        found = at_once(8, lambda _: [desk.business.of(asked).why for _ in range(25)])
+    finally:
+        sys.setswitchinterval(interval)
+    assert max(most) == 2
+    busy = "The application's rows are not shown: its function is still busy with other operations."
+    assert {why for each in found for why in each} == {None, busy}
+    eventually(lambda: desk.business.of(asked).why is None, what="a place is free again")
 
 
 def test_without_a_function_the_page_says_how_there_would_be_rows(browser: Open, deliveries: Deliveries) -> None:

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import html
 import json
+import re
 from typing import Any
 
+import pytest
 from celery import Celery
 from sqlalchemy import Connection
 
 from idempotency import OperationId, PermanentError
+from idempotency.application import runtime_of
+from idempotency.operate import discard
+from idempotency.operate.change import Change
+from idempotency.operate.edit import edit
+from idempotency.operate.people import Person
+from idempotency.web import approvals
 from tests.support import operations as op
 from tests.support.deliveries import Deliveries
 from tests.support.tasks import make_task
@@ -87,3 +95,31 @@ def test_of_money_another_person_approves_an_edit(
     assert "no edit waits" in anna.get("/approvals").text
     assert "edited: adam at" in shown(otto.get(path))
     assert [row.actor for row in audited(connection, "edit_approved")] == ["anna"]
+
+
+def test_edits_that_wait_are_in_pages(
+    browser: Open, bank: Celery, deliveries: Deliveries, connection: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(approvals, "ROWS", 2)
+    task = task_of(bank, moves_money=True)
+    asks = Person("otto", "operator", bank.conf["idempotency_oidc_issuer"])
+    for number in range(3):
+        deliveries.deliver(task, **{**WRONG, "order_id": f"order-{number}"}, tenant="acme")
+    for letter in op.dead_letters(connection):
+        right = json.dumps({"kwargs": {**WRONG, "order_id": letter.key, "iban": "DE02"}})
+        edit(bank, letter.id, right, Change("otto", "typo", is_verified=True), person=asks)
+        with runtime_of(bank).engine.begin() as transaction:
+            discard.request(transaction, asks, letter.id, "given up")
+    olga = browser("olga")
+    page = olga.get("/approvals").text
+    discards, edits = page.split('id="edits"')
+    assert [f"order-{number}" in edits for number in range(3)] == [False, True, True]
+    (older,) = re.findall(r'href="(/approvals[^"]*#edits)"', edits)
+    discards, edits = olga.get(html.unescape(older)).text.split('id="edits"')
+    assert [f"order-{number}" in edits for number in range(3)] == [True, False, False]
+    assert "Older ones" not in edits
+    assert [f"order-{number}" in discards for number in range(3)] == [False, True, True]
+    (older,) = re.findall(r'href="(/approvals[^"]*)"[^>]*>Older ones', discards)
+    discards, edits = olga.get(html.unescape(older)).text.split('id="edits"')
+    for part in (discards, edits):
+        assert [f"order-{number}" in part for number in range(3)] == [True, False, False]

@@ -103,6 +103,15 @@ def test_the_webhook_wakes_what_waits_and_passes_on_the_rest(
     assert connection.execute(noted).scalar_one() == 1
 
 
+@pytest.mark.parametrize("metadata", [{}, {"invoice": "4711"}, None])
+def test_a_charge_of_another_program_at_the_provider_wakes_nothing(
+    shop: dict[str, Any], connection: Connection, metadata: dict[str, str] | None
+) -> None:
+    about = {"object": {"id": "pi_2", "object": "payment_intent", "metadata": metadata}}
+    assert report(shop, "payment_intent.succeeded", about) == 200
+    assert connection.execute(text("SELECT count(*) FROM idempotency.records")).scalar_one() == 0
+
+
 def report(shop: dict[str, Any], type: str, data: dict[str, Any], secret: str = SECRET) -> int:
     payload = json.dumps({"id": f"evt_{type}", "object": "event", "type": type, "data": data})
     signed = hmac.new(secret.encode(), f"{(at := int(time.time()))}.{payload}".encode(), hashlib.sha256).hexdigest()
