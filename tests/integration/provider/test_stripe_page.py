@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import stripe
 from celery import Celery
 from sqlalchemy import Connection, Engine, text
 from sqlalchemy.orm import Session
@@ -63,6 +64,26 @@ def test_a_charge_is_made_once_whatever_the_provider_does(
         last = capture(shop, deliveries, "p1", origin="retry")
     assert (last.state, last.value["amount"]) == ("SUCCESS", 1250)
     assert len(charges(shop, "p1")) == 1
+
+
+def test_while_the_provider_is_away_a_charge_waits_and_uses_up_no_attempt(
+    shop: dict[str, Any], deliveries: Deliveries, engine: Engine, provider: Sandbox, connection: Connection
+) -> None:
+    there = shop["client"]
+    shop["client"] = stripe.StripeClient(
+        "sk_test_sandbox", base_addresses={"api": "http://127.0.0.1:1"}, max_network_retries=0
+    )
+    for _ in range(7):  # more than max_attempts: first the call, then the question
+        assert capture(shop, deliveries, "p5", origin="retry").state == "RETRY"
+        make_due(engine, "p5")
+    shop["client"] = there
+    shop["SEARCH_LAG"] = 0.0
+    for _ in range(2):
+        last = capture(shop, deliveries, "p5", origin="retry")
+        make_due(engine, "p5")
+    assert (last.state, last.value["amount"]) == ("SUCCESS", 1250)
+    assert len(charges(shop, "p5")) == 1
+    assert connection.execute(text("SELECT attempts FROM idempotency.records WHERE key = 'p5'")).scalar_one() == 1
 
 
 def test_a_stored_failure_leads_to_the_next_key_and_a_decline_to_an_end(
