@@ -36,6 +36,8 @@ LIMITS = Limits(1024 * 1024, ("application/json",))
 # Tokens that are checked at once, those for which the issuer is asked apart from others, and requests that wait for it: guesses, and
 # an issuer that is slow, must not take all threads and connections.
 CHECKS_AT_ONCE, CHECKS_WAITING = 4, 32
+# Requests that wait for anything else, such as a slow database.
+OTHERS_WAITING = 256
 # Seconds between two audit rows of refusals that are beyond the limits.
 SUMMARY = 60.0
 
@@ -124,6 +126,8 @@ class Operators:
     async def _who(self, scope: Scope) -> Person:
         token = bearer(scope["headers"])
         settings = runtime_of(celery).settings
+        if self._checks.statistics().tasks_waiting >= OTHERS_WAITING:
+            raise Refused(too_many(1))
         if token is None or not await to_thread.run_sync(waits_for_issuer, settings, token, limiter=self._checks):
             return await to_thread.run_sync(_authenticate, scope, limiter=self._checks)
         if self._asked >= CHECKS_AT_ONCE + CHECKS_WAITING:

@@ -69,7 +69,10 @@ def disbelieved(app: Celery, message: Message) -> Examined | None:
 def examine(app: Celery, message: Message) -> Examined:
     """Say whether a worker can run this message. A content type that is not accepted is never decoded."""
     examined = _examined(app, message)
-    if examined.reason == "invalid_header" and SIGNATURE_HEADER in message.headers and _is_ours(app, message.headers):
+    is_unfit = (
+        examined.reason == "invalid_header" and examined.detail != REFUSED_HEADER
+    )  # which the application itself has signed
+    if is_unfit and SIGNATURE_HEADER in message.headers and _is_ours(app, message.headers):
         # what is signed is fit, so somebody has added this to a copy
         return Examined(ALTERED, detail=examined.detail)
     return examined

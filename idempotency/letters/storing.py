@@ -50,7 +50,7 @@ def store(
 
     Returns the dead letter's id, or None if there was nothing to store: the message is stored already; it is a duplicate
     of an operation that has ended, is started, or will be delivered otherwise; it has no visible defect and is sent
-    again; it is a plain task's and was allowed to expire; or it is a marker. `interrupted` collects the digests of
+    again; it is a plain task's and was allowed to expire, or a signed one's of a known operation and was not; or it is a marker. `interrupted` collects the digests of
     letters that an outage of Postgres interrupted. `patience` is how long to wait for each lock, as Postgres reads it.
     Raises `OperationalError`: try again later.
     """
@@ -61,6 +61,9 @@ def store(
         return None
     examined = examine(app, message)
     if examined.id is not None and examined.reason is None and has_expired_early(app, message):
+        if _is_known(app, examined.id):
+            log.info(EXPIRED_EARLY, task=shown(message.headers.get("task")), key=examined.id.key)
+            return None
         is_stale = _is_stale(app, message, examined.id)
         examined = Examined("stale" if is_stale else EXPIRED_EARLY, examined.task)
     fingerprints: list[str] = []
@@ -104,6 +107,11 @@ def store(
         queue=letter.queue,
     )
     return stored
+
+
+def _is_known(app: Celery, id: OperationId) -> bool:
+    with runtime_of(app).autocommit() as connection:
+        return claims.is_known(connection, id)
 
 
 def _is_stale(app: Celery, message: BrokerMessage, id: OperationId) -> bool:
