@@ -111,7 +111,7 @@ def store(
 
 def _is_known(app: Celery, id: OperationId) -> bool:
     with runtime_of(app).autocommit() as connection:
-        return claims.is_known(connection, id)
+        return undelivered.is_known(connection, id)
 
 
 def _is_stale(app: Celery, message: BrokerMessage, id: OperationId) -> bool:

@@ -28,13 +28,12 @@ _WHY_NOT = """CASE
        END"""
 _DUE_IN = "CASE WHEN status = 'released' THEN extract(epoch FROM available_at - clock_timestamp())::float8 END"
 
-_IS_KNOWN = f"""(EXISTS (SELECT FROM idempotency.records WHERE {ROW})
-    OR EXISTS (SELECT FROM idempotency.outbox WHERE {ROW} AND settled_at IS NULL))"""
-_KNOWN = f"SELECT {_IS_KNOWN}"
 # A signed message that is older than `redelivery_horizon` may have been carried out by an operation that is purged. It runs only
 # if that is known to be wrong.
 _IS_STALE = f"""(
-    to_timestamp(%(signed_at)s) < clock_timestamp() - make_interval(secs => %(horizon)s) AND NOT {_IS_KNOWN})"""
+    to_timestamp(%(signed_at)s) < clock_timestamp() - make_interval(secs => %(horizon)s)
+    AND NOT EXISTS (SELECT FROM idempotency.records WHERE {ROW})
+    AND NOT EXISTS (SELECT FROM idempotency.outbox WHERE {ROW} AND settled_at IS NULL))"""
 _STALE = f"SELECT {_IS_STALE}"
 
 
@@ -240,11 +239,6 @@ def claim(
             asked_at=asked_at,
         )
     return why_not(row)
-
-
-def is_known(connection: Connection, id: OperationId) -> bool:
-    """Whether an operation has a record, or a message that is not settled."""
-    return bool(execute(connection, _KNOWN, named(id)).fetchone()[0])
 
 
 def is_stale(connection: Connection, id: OperationId, *, signed_at: float, horizon: float) -> bool:

@@ -176,6 +176,12 @@ class PutBack(StrEnum):
     COPY = "copy"  # its operation has ended, or something else will deliver it
 
 
+_IS_KNOWN = f"""
+SELECT EXISTS (SELECT FROM idempotency.records WHERE {ROW})
+    OR EXISTS (SELECT FROM idempotency.outbox WHERE {ROW} AND settled_at IS NULL)
+"""
+
+
 @dataclass(frozen=True, slots=True)
 class UndeliveredMessage:
     """A message that no worker could run, with the operation it is for, its outbox row and its generation."""
@@ -199,6 +205,11 @@ class UndeliveredMessage:
             "message": self.message,
             "queue": self.queue,
         }
+
+
+def is_known(connection: Connection, id: OperationId) -> bool:
+    """Whether an operation has a record, or a message that is not settled."""
+    return bool(execute(connection, _IS_KNOWN, named(id)).fetchone()[0])
 
 
 def put_back(
