@@ -205,7 +205,8 @@ class Defer(IdempotencyError):
     """
 
     def __init__(self, seconds: float, reason: str) -> None:
-        if not math.isfinite(max(seconds, 0.0)):
+        is_for_a_wake = isinstance(self, Undecided) and seconds == math.inf
+        if not math.isfinite(max(seconds, 0.0)) and not is_for_a_wake:
             raise ValueError(f"seconds: must be a finite number, got {seconds}")
         super().__init__(seconds, reason)
         self.seconds, self.reason = max(seconds, 0.0), reason
@@ -221,8 +222,8 @@ class NotSent(Defer):
 class Undecided(Defer):
     """Raise this from an effect, or from its `reconcile`, when the provider has accepted the call and decides later.
 
-    The effect stays open and is not called again: `reconcile` is asked after `seconds`, or at once after `Handle.wake`; no
-    attempts and no `defer_budget` are used up.
+    The effect stays open and is not called again: `reconcile` is asked after `seconds`, or at once after `Handle.wake` (with
+    `math.inf` only then); no attempts and no `defer_budget` are used up.
     """
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -20,19 +21,19 @@ class Provider:
     """Accepts what it is asked, and answers `decision` when it is asked about it."""
 
     def __init__(self) -> None:
-        self.calls, self.questions = 0, 0
+        self.calls, self.questions, self.seconds = 0, 0, 3600.0
         self.decision: Any = None
         self.meanwhile: Any = lambda: None
 
     def charge(self, *, idempotency_key: str) -> str:
         self.calls += 1
         self.meanwhile()
-        raise Undecided(3600.0, "processing")
+        raise Undecided(self.seconds, "processing")
 
     def find(self, *, doubt: Any) -> Any:
         self.questions += 1
         if self.decision is None:
-            raise Undecided(3600.0, "processing")
+            raise Undecided(self.seconds, "processing")
         return self.decision
 
 
@@ -68,6 +69,20 @@ def wake(bank: Celery, task: Any, *, tenant: str = "default", commit: bool = Tru
         Handle(bank, OperationId(tenant, task.name, "k")).wake(session)
         if commit:
             session.commit()
+
+
+def test_what_a_webhook_alone_decides_waits_for_that(
+    bank: Celery, deliveries: Deliveries, record: Record, engine: Engine, provider: Provider, task: Any
+) -> None:
+    provider.seconds = math.inf
+    for _ in range(settings_of(bank).max_attempts + 2):
+        deliveries.deliver(task, key="k")
+        assert due_in(engine) > 9 * 365 * 86400
+        make_due(engine, "k")
+    assert (record("k").status, record("k").attempts, provider.calls) == ("released", 0, 1)
+    provider.decision = Happened("ch_1")
+    wake(bank, task)
+    assert deliveries.deliver(task, key="k").state == "SUCCESS"
 
 
 def test_it_is_called_once_and_asked_for_as_long_as_the_provider_takes(
