@@ -79,6 +79,7 @@ def send_refused(task: KeyedTask, args: Any, kwargs: Any, celerys: Any, named: M
     names = ("task_id", "producer", "link", "link_error", "shadow")
     options = {**task._get_exec_options(), **dict(zip(names, celerys, strict=True)), **given}
     keyed = {KEY_HEADER: named["idempotency_key"], TENANT_HEADER: named["tenant"]}
+    options.pop("expiration", None)  # the broker would drop it, and no guard see it
     own = options.pop("headers", None) or {}
     headers = harmless_headers(own) | {name: f"{value}" for name, value in keyed.items() if value is not None}
     if refused := refused_headers(own):  # they would decide which task runs, and where

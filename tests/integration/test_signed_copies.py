@@ -186,3 +186,12 @@ def test_what_the_application_itself_has_refused_to_send_is_not_called_altered(
 def test_no_sender_gives_a_message_a_time_to_live(bank: Celery) -> None:
     with pytest.raises(InvalidArguments, match="expiration: an accepted operation is never dropped"):
         b.deposit.apply_async(("a1",), expiration=1)
+
+
+def test_what_follows_a_task_is_not_dropped_for_a_time_to_live(
+    bank: Celery, processes: Processes, entries: Callable[[str], int]
+) -> None:
+    """A step of a chain that code before this has sent with one."""
+    b.deposit.apply_async(("a1",), expiration=0.001, idempotency_follows=True)
+    processes.worker()
+    eventually(lambda: entries("a1") == 1)
