@@ -1,6 +1,6 @@
-"""Connections that end at a moment, however slowly the other side sends; and requests of urllib over them.
+"""Connections with one deadline for everything instead of a time-out for each read, and urllib's requests over them.
 
-A time-out of a socket is for each read: who sends a byte now and then is waited for without end. Not limited: the look-up of a
+A socket's time-out is for each read, so a peer that sends a byte now and then is never given up. Not limited: the look-up of a
 name, by the system's resolver.
 """
 
@@ -17,11 +17,11 @@ from contextlib import contextmanager
 from typing import Any
 
 # Where to connect to: a family of addresses, and what `connect` takes.
-Place = tuple[socket.AddressFamily, Any]
+SocketAddress = tuple[socket.AddressFamily, Any]
 
 
 class Overdue(TimeoutError):
-    """The moment has come at which a connection was to end."""
+    """The deadline of a connection has passed."""
 
 
 class PlainSocket(socket.socket):
@@ -60,7 +60,7 @@ class PlainSocket(socket.socket):
 
 
 class TlsSocket(PlainSocket, ssl.SSLSocket):
-    """The same with TLS: what a context makes whose `sslsocket_class` it is. Its handshake ends by the time-out of the plain one."""
+    """The same over TLS: set it as a context's `sslsocket_class`. The handshake has the plain socket's time-out."""
 
 
 def left(deadline: float) -> float:
@@ -70,7 +70,7 @@ def left(deadline: float) -> float:
     return seconds
 
 
-def connect(places: Iterable[Place], deadline: float, each: float = math.inf) -> PlainSocket:
+def connect(places: Iterable[SocketAddress], deadline: float, each: float = math.inf) -> PlainSocket:
     """A connection to the first of these places that takes one, within `each` seconds. Raises `OSError`: that of the last."""
     last: OSError = OSError("the name has no address")
     for family, place in places:

@@ -119,16 +119,11 @@ def _meaning(status: int, headers: Mapping[str, str], data: bytes) -> dict[str, 
         document = None
     if 200 <= status < 300 and isinstance(document, dict):
         return document
+    wait = seconds_of(headers.get("retry-after", ""), otherwise=TRY_LATER_SECONDS)
     if status in (408, 425, 502, 503, 504):
-        raise Unavailable(
-            seconds_of(headers.get("retry-after", ""), otherwise=TRY_LATER_SECONDS),
-            f"the carrier is unavailable: {status}",
-        )
+        raise Unavailable(wait, f"the carrier is unavailable: {status}")
     if status == 429:
-        raise Defer(
-            seconds_of(headers.get("retry-after", ""), otherwise=TRY_LATER_SECONDS),
-            "the carrier's rate limit was reached",
-        )
+        raise Defer(wait, "the carrier's rate limit was reached")
     if status == 409:
         raise Defer(IN_PROGRESS_SECONDS, "a call under this idempotency key is in progress")
     error = document.get("error") if isinstance(document, dict) else None

@@ -41,7 +41,8 @@ class StripeConnections(stripe.HTTPClient):
     def request(  # type: ignore[override]  # the SDK's own clients return bytes as well
         self, method: str, url: str, headers: Mapping[str, str] | None, post_data: Any = None, **_: Any
     ) -> tuple[bytes, int, Mapping[str, str]]:
-        """Make one call. Raises `stripe.APIConnectionError` without a complete answer, and `AnswerTooLong`."""
+        """Make one call; one with `limit` in its query asks for a list. Raises `stripe.APIConnectionError` without a complete answer,
+        and `AnswerTooLong`."""
         is_list = "limit" in parse_qs(urlsplit(url).query)
         limit = LIST_LIMIT if is_list else ANSWER_LIMIT
         try:
