@@ -88,14 +88,30 @@ class RateLimits:
         self.by_operator = RateLimit(burst=30, per_second=1.0)
 
 
+class Line:
+    """Checks some tokens at once; `waiting` more requests may wait for that."""
+
+    def __init__(self, waiting: int) -> None:
+        self._limiter = CapacityLimiter(CHECKS_AT_ONCE)
+        self._room = CHECKS_AT_ONCE + waiting  # counted here: who has just come is not in the limiter's statistics yet
+
+    async def check(self, scope: Scope) -> Person:
+        """Whose token it is. Raises `Refused`."""
+        if self._room == 0:
+            raise Refused(too_many(1))
+        self._room -= 1
+        try:
+            return await to_thread.run_sync(_authenticate, scope, limiter=self._limiter)
+        finally:
+            self._room += 1
+
+
 class Operators:
     """Puts the `Person` of an operator's request into `request.state.operator`, and its key into `request.state.key`."""
 
     def __init__(self, app: Application) -> None:
         self.app = app
-        self._checks = CapacityLimiter(CHECKS_AT_ONCE)
-        self._by_issuer = CapacityLimiter(CHECKS_AT_ONCE)
-        self._asked = 0
+        self._by_issuer, self._others = Line(CHECKS_WAITING), Line(OTHERS_WAITING)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if not is_for_operators(scope):
@@ -125,18 +141,9 @@ class Operators:
 
     async def _who(self, scope: Scope) -> Person:
         token = bearer(scope["headers"])
-        settings = runtime_of(celery).settings
-        if self._checks.statistics().tasks_waiting >= OTHERS_WAITING:
-            raise Refused(too_many(1))
-        if token is None or not await to_thread.run_sync(waits_for_issuer, settings, token, limiter=self._checks):
-            return await to_thread.run_sync(_authenticate, scope, limiter=self._checks)
-        if self._asked >= CHECKS_AT_ONCE + CHECKS_WAITING:
-            raise Refused(too_many(1))
-        self._asked += 1
-        try:
-            return await to_thread.run_sync(_authenticate, scope, limiter=self._by_issuer)
-        finally:
-            self._asked -= 1
+        if token is not None and waits_for_issuer(runtime_of(celery).settings, token):
+            return await self._by_issuer.check(scope)
+        return await self._others.check(scope)
 
 
 def is_for_operators(scope: Scope) -> bool:

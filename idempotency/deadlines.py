@@ -143,7 +143,7 @@ class _HttpsHandler(urllib.request.HTTPSHandler):
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """What is sent, and whoever is believed, is for the address in the settings alone."""
+    """Requests go to the address in the settings and nowhere else, and no other server's answer is believed."""
 
     def redirect_request(self, *_: Any) -> None:
         return None

@@ -22,10 +22,10 @@ def open_record(
     message: str = "",
     queue: str | None = None,
 ) -> bool:
-    """Make the record, released and with no delivery of its own. False: it has one, so something has begun.
+    """Create the record, as released and without a delivery. Returns False if there is one: something has begun.
 
-    Without a `message` nothing runs it before a delivery comes. `service`: whose it is; None: the runtime's. `queue`: where its
-    deliveries go; None: it has a name of its own, the task's.
+    Without a `message`, only a delivery from elsewhere can run it. `service`: the application that owns it; None: the runtime's.
+    `queue`: where its deliveries go; None: not known, and the task's name stands in its place.
     """
     answer = claims.claim(
         connection,

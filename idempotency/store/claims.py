@@ -14,7 +14,7 @@ from ..wire.keys import OperationId
 from ..wire.message import Message
 from .answers import Answer, Busy, Changed, Claimed, Completed, Failed, Foreign, Mismatch, Renewal, Stale, why_not
 from .inserting import IS_NEW, InsertOrUpdate, insert_or_update
-from .record import MINE, OWN, ROW, mine, named
+from .record import KNOWN, MINE, OWN, ROW, mine, named
 from .statements import execute
 
 # The answer of a record that cannot be claimed.
@@ -31,9 +31,7 @@ _DUE_IN = "CASE WHEN status = 'released' THEN extract(epoch FROM available_at - 
 # A signed message that is older than `redelivery_horizon` may have been carried out by an operation that is purged. It runs only
 # if that is known to be wrong.
 _IS_STALE = f"""(
-    to_timestamp(%(signed_at)s) < clock_timestamp() - make_interval(secs => %(horizon)s)
-    AND NOT EXISTS (SELECT FROM idempotency.records WHERE {ROW})
-    AND NOT EXISTS (SELECT FROM idempotency.outbox WHERE {ROW} AND settled_at IS NULL))"""
+    to_timestamp(%(signed_at)s) < clock_timestamp() - make_interval(secs => %(horizon)s) AND NOT {KNOWN})"""
 _STALE = f"SELECT {_IS_STALE}"
 
 

@@ -34,6 +34,9 @@ ROW = "tenant = %(tenant)s AND task = %(task)s AND key = %(key)s"
 # Of this application, or without a name, as code of schema 0011 writes them. What belongs to another application is another
 # operation, even under the same tenant, task and key: nothing may be concluded from it.
 OWN = "(service = %(service)s) IS NOT FALSE"
+# Whether anything is: a record, or a message that is not settled.
+KNOWN = f"""(EXISTS (SELECT FROM idempotency.records WHERE {ROW})
+    OR EXISTS (SELECT FROM idempotency.outbox WHERE {ROW} AND settled_at IS NULL))"""
 MINE = f"{ROW} AND status = 'started' AND fence = %(fence)s AND token = %(token)s"
 
 # If the holder freezes between its finishing statement and COMMIT, the server disconnects it within half a lease. Whatever a

@@ -14,7 +14,7 @@ from ..wire.keys import OperationId
 from .answers import Busy, Changed, Completed, Failed, Foreign, Mismatch, why_not
 from .ends import FailedEnd
 from .inserting import InsertOrUpdate, insert_or_update
-from .record import OWN, ROW, SETTINGS, idle_ms, named
+from .record import KNOWN, OWN, ROW, SETTINGS, idle_ms, named
 from .statements import execute
 
 # Whether anything other than this message will deliver the operation. Resend would send the newest row of the newest
@@ -176,10 +176,7 @@ class PutBack(StrEnum):
     COPY = "copy"  # its operation has ended, or something else will deliver it
 
 
-_IS_KNOWN = f"""
-SELECT EXISTS (SELECT FROM idempotency.records WHERE {ROW})
-    OR EXISTS (SELECT FROM idempotency.outbox WHERE {ROW} AND settled_at IS NULL)
-"""
+_IS_KNOWN = f"SELECT {KNOWN}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ import ssl
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -272,19 +273,26 @@ def test_any_number_at_once_tell_each_letter_once(alerting: Celery, receiver: Re
     assert len(receiver.texts) == 1
 
 
-def test_while_one_process_tells_another_one_has_nothing_to_tell(
-    alerting: Celery, receiver: Receiver, connection: Connection
-) -> None:
-    """Relay and beat both run it: the second comes while the first one's receiver takes its time."""
+@contextmanager
+def told_meanwhile(alerting: Celery, receiver: Receiver, connection: Connection) -> Iterator[None]:
+    """While one process tells the receiver of a first letter, and that takes its time."""
     alerting.conf.idempotency_alert_timeout = 30.0
     store(connection, "envelope")
     receiver.hold.set()
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(alerts.run_once, alerting)
         eventually(receiver.asked.is_set, what="the receiver is asked")
-        assert alerts.run_once(alerting) == 0
+        yield
         receiver.hold.clear()
         assert first.result(30) == 1
+
+
+def test_while_one_process_tells_another_one_has_nothing_to_tell(
+    alerting: Celery, receiver: Receiver, connection: Connection
+) -> None:
+    """Relay and beat both run it: the second comes while the first one's receiver takes its time."""
+    with told_meanwhile(alerting, receiver, connection):
+        assert alerts.run_once(alerting) == 0
     assert alerts.run_once(alerting) == 0
     assert receiver.texts == ["Dead letters\nbank: 1 new, envelope"]
 
@@ -307,17 +315,10 @@ def test_a_receiver_that_drips_is_left_in_time(
 def test_what_is_new_is_logged_while_the_webhook_takes_its_time(
     alerting: Celery, receiver: Receiver, connection: Connection, caplog: pytest.LogCaptureFixture
 ) -> None:
-    alerting.conf.idempotency_alert_timeout = 30.0
-    store(connection, "envelope")
-    receiver.hold.set()
-    with ThreadPoolExecutor(1) as pool:
-        first = pool.submit(alerts.run_once, alerting)
-        eventually(receiver.asked.is_set, what="the receiver is asked")
+    with told_meanwhile(alerting, receiver, connection):
         store(connection, "expired")
         assert alerts.run_once(alerting) == 0  # as another process would
         logged = [message for message in caplog.messages if "event=alert " in message]
-        receiver.hold.clear()
-        assert first.result(30) == 1
     assert ["reason=envelope" in logged[0], "reason=expired" in logged[1]] == [True, True]
     assert alerts.run_once(alerting) == 1
     assert receiver.texts == ["Dead letters\nbank: 1 new, envelope", "Dead letters\nbank: 1 new, expired"]

@@ -21,6 +21,7 @@ from idempotency.store import edits
 from idempotency.upkeep import maintenance
 from tests.integration.test_edit import ANN, RIGHT, WRONG, payload, task_of
 from tests.support import operations as op
+from tests.support.dead_messages import unpublishable
 from tests.support.deliveries import Deliveries, deliver_row
 from tests.support.tasks import enqueued, make_task
 
@@ -44,16 +45,7 @@ def test_a_request_of_before_never_runs_also_where_the_operation_has_not_begun(
     bank: Celery, connection: Connection, deliveries: Deliveries, ran: list[int], is_replayed: bool, edits_of_it: int
 ) -> None:
     task, five = task_of(bank, ran, moves_money=True), {"order_id": "o1", "cents": 5}
-    enqueued(connection, task, **five)
-    connection.execute(
-        text("UPDATE idempotency.outbox SET status = 'failed', settled_at = now(), last_error = 'x', attempts = 1")
-    )
-    connection.execute(
-        text("INSERT INTO idempotency.dead_letters (source, outbox_id, message_id, tenant, task, key, fingerprint, header_task,"
-             " consumer_service, reason, payload) SELECT 'relay', id, message_id, tenant, task, key, fingerprint, task, service,"
-             " 'unpublishable', message FROM idempotency.outbox")
-    )  # fmt: skip
-    (found,) = op.dead_letters(connection)
+    found = unpublishable(connection, task, **five)
     for cents in (400, 500)[-edits_of_it:]:
         edit(bank, found.id, payload(order_id="o1", cents=cents), ANN, person=Person("ann", "approver"))
         approve_edit(bank, Person("ben", "approver"), found.id, edits.history(connection, found.id)[-1].id)

@@ -27,6 +27,7 @@ from idempotency.upkeep import maintenance
 from idempotency.wire.headers import GENERATION_HEADER, OUTBOX_HEADER, SERVICE_HEADER
 from idempotency.wire.message import Message
 from tests.integration.test_edit import ANN, payload
+from tests.support import dead_messages
 from tests.support import operations as op
 from tests.support.deliveries import Deliveries, deliver_row
 from tests.support.operators import act, shown
@@ -97,17 +98,7 @@ def unhandled(bank: Celery, connection: Connection, task: Any) -> Any:
 
 def unpublishable(bank: Celery, connection: Connection, task: Any) -> Any:
     """The letter of a row that no broker takes."""
-    enqueued(connection, task, **FIVE)
-    connection.execute(
-        text("UPDATE idempotency.outbox SET status = 'failed', settled_at = now(), last_error = 'x', attempts = 1")
-    )
-    connection.execute(
-        text("INSERT INTO idempotency.dead_letters (source, outbox_id, message_id, tenant, task, key, fingerprint, header_task,"
-             " consumer_service, reason, payload) SELECT 'relay', id, message_id, tenant, task, key, fingerprint, task, service,"
-             " 'unpublishable', message FROM idempotency.outbox")
-    )  # fmt: skip
-    (letter,) = op.dead_letters(connection)
-    return letter
+    return dead_messages.unpublishable(connection, task, **FIVE)
 
 
 KINDS = pytest.mark.parametrize("letter_of", [unhandled, unpublishable])

@@ -9,12 +9,14 @@ from uuid import uuid4
 
 import httpx
 import pytest
+from sqlalchemy import text
 
-from api.operators import CHECKS_AT_ONCE, CHECKS_WAITING
+from api.operators import CHECKS_AT_ONCE, CHECKS_WAITING, OTHERS_WAITING
 from idempotency import issuer as keys_of_issuer
 from tests.integration.test_identities import AUDIENCE, ISSUER
 from tests.integration.test_slow_issuer import KEY, Issuer, token
 from tests.pipeline.test_admin import LETTERS, PAYMENT, Admin, admin, configure, started  # noqa: F401
+from tests.support.tasks import transactional
 
 # As many as the threads that all routes share (anyio), and some more.
 GUESSES = 60
@@ -96,3 +98,24 @@ def test_who_has_a_known_key_does_not_stand_in_line_with_strangers(
     assert operators == [200, 200]
     assert has_ended == guesses.count(429) == 4
     assert guesses.count(401) == CHECKS_AT_ONCE + CHECKS_WAITING
+
+
+def test_guesses_that_wait_for_the_database_are_counted_too(admin: Admin) -> None:  # noqa: F811
+    """No issuer is asked about them: the operators are in the database, whose table is locked."""
+    many = CHECKS_AT_ONCE + OTHERS_WAITING + 4
+
+    async def attack() -> tuple[int, list[int]]:
+        async with started(admin.app) as client:
+            headers = {"Authorization": "Bearer guess"}
+            guesses = [asyncio.create_task(client.get(LETTERS, headers=headers)) for _ in range(many)]
+            await asyncio.wait(guesses, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.sleep(0.5)
+            done = [each.done() for each in guesses].count(True)
+            lock.rollback()
+            return done, [each.status_code for each in await asyncio.gather(*guesses)]
+
+    with transactional(admin.engine).connect() as lock:
+        lock.execute(text("LOCK TABLE idempotency.operators IN ACCESS EXCLUSIVE MODE"))
+        done, answers = asyncio.run(attack())
+    assert done == 4
+    assert set(answers) == {401, 429}

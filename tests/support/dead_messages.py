@@ -9,10 +9,13 @@ from typing import Any
 from uuid import uuid4
 
 from celery import Celery
+from sqlalchemy import Connection, text
 
 from idempotency.letters.consumer import DeadLetterConsumer
 from tests.support import bank as b
+from tests.support import operations as op
 from tests.support.processes import eventually
+from tests.support.tasks import enqueued
 
 DEPOSIT = b.deposit.name
 BODY = json.dumps([["a1"], {}, {}])
@@ -27,6 +30,21 @@ def headers(**changes: Any) -> dict[str, Any]:
     """What Celery's producer sends, changed; None leaves a header out."""
     sent = {"task": DEPOSIT, "id": str(uuid4()), "lang": "py", "argsrepr": "", "kwargsrepr": ""} | changes
     return {name: value for name, value in sent.items() if value is not None}
+
+
+def unpublishable(connection: Connection, task: Any, **arguments: Any) -> Any:
+    """The letter of an accepted operation whose row no broker takes."""
+    enqueued(connection, task, **arguments)
+    connection.execute(
+        text("UPDATE idempotency.outbox SET status = 'failed', settled_at = now(), last_error = 'x', attempts = 1")
+    )
+    connection.execute(
+        text("INSERT INTO idempotency.dead_letters (source, outbox_id, message_id, tenant, task, key, fingerprint, header_task,"
+             " consumer_service, reason, payload) SELECT 'relay', id, message_id, tenant, task, key, fingerprint, task, service,"
+             " 'unpublishable', message FROM idempotency.outbox")
+    )  # fmt: skip
+    (letter,) = op.dead_letters(connection)
+    return letter
 
 
 def publish(app: Celery, body: str | bytes = BODY, *, queue: str | None = None, **options: Any) -> None:
