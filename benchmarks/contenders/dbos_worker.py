@@ -6,12 +6,12 @@ As in `saga_dbos`: the row and what is recorded of the step are one commit of a 
 from __future__ import annotations
 
 import os
-import signal
 import sys
-import threading
 from typing import Any
 
 from dbos import DBOS, SQLAlchemyDatasource
+
+from idempotency.cli.terminal import stopped_by_signals
 
 from ..jobs import INSERT
 
@@ -37,8 +37,7 @@ def main(threads: int, at_once: int, poll: float) -> None:
         insert(number)
         return {"number": number}
 
-    stopped = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: stopped.set())
+    stopped = stopped_by_signals()
     DBOS.listen_queues([QUEUE])
     DBOS.launch()
     DBOS.register_queue(

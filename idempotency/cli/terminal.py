@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import logging
 import signal
+import socket
 import sys
 import threading
 import traceback
 from collections.abc import Iterable
-from queue import SimpleQueue
 from typing import Any
 
 from celery import Celery
@@ -137,18 +137,23 @@ def log_to_stderr() -> None:
 def stopped_by_signals() -> threading.Event:
     """An event that SIGTERM and SIGINT set, for a command that runs until it is stopped.
 
-    A thread sets it. A handler runs in the main thread, which may hold the event's lock at that moment, in `stop.wait()`: to take it
-    there would block for good. A `SimpleQueue` may be put into anywhere.
+    A thread sets it, which the interpreter wakes through a socket. Handlers run in the main thread alone, and a main thread that
+    waits for a lock, as in `stop.wait()`, sleeps on when the kernel has given the signal to another thread.
     """
-    stop, asked = threading.Event(), SimpleQueue[None]()
+    stop, names = threading.Event(), {signal.SIGTERM, signal.SIGINT}
+    asked, asking = socket.socketpair()
+    asking.setblocking(False)  # as set_wakeup_fd wants it
 
     def set_when_asked() -> None:
-        asked.get()
-        stop.set()
+        with asked, asking:  # kept as long as the interpreter writes to one of them
+            while received := asked.recv(1024):  # a byte for each signal
+                if not names.isdisjoint(received):
+                    stop.set()
 
     threading.Thread(target=set_when_asked, name="stopped-by-signals", daemon=True).start()
-    for name in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(name, lambda *_: asked.put(None))
+    for name in names:
+        signal.signal(name, lambda *_: None)
+    signal.set_wakeup_fd(asking.fileno())
     return stop
 
 

@@ -23,6 +23,7 @@ from sqlalchemy import Engine, Row, text
 from idempotency import PermanentError, streams
 from idempotency.application import runtime_of
 from idempotency.attempt.runtime import Runtime
+from idempotency.cli.terminal import stopped_by_signals
 from idempotency.store import streams as store
 from idempotency.streams import Handling
 from idempotency.streams.consumer import Consumer
@@ -111,9 +112,7 @@ def _run(environment: dict[str, str], handlers: Sequence[Handler], log: str) -> 
     crashing.install()
     if environment.get("POSITIONS_APART"):
         commit_positions_apart()
-    stop = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: threading.Thread(target=stop.set).start())
-    run_streams(bank.app, {each.name: each.declared() for each in handlers}, stop)
+    run_streams(bank.app, {each.name: each.declared() for each in handlers}, stopped_by_signals())
 
 
 def commit_positions_apart() -> None:
