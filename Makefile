@@ -126,7 +126,7 @@ fuzz: .venv/ready ## try parsers of keys, signatures and URLs, requests made fro
 # Programs and interleavings that are drawn are more here, too.
 long: .venv/ready ## the tests that make test leaves out, and more random programs than it tries
 	@STATE_MACHINE_EXAMPLES=$(or $(PROGRAMS),500) ORDER_SEEDS=36 $(VENV)/python -m pytest --numprocesses $(or $(WORKERS),4) \
-		--dist loadfile --no-loadscope-reorder -m long $(ARGS)
+		--dist loadfile --no-loadscope-reorder --timeout 600 -m long $(ARGS)
 
 controls: .venv/ready ## remove each safeguard in turn: its test must fail
 	@$(VENV)/python -m tests.controls $(ARGS)

@@ -28,7 +28,7 @@ pytestmark = [
     pytest.mark.skipif(packages.rabbitmq_program() is None, reason="RabbitMQ is not installed on this machine"),
 ]
 # Seconds: an election, and the start of a node on a busy machine.
-PATIENCE = 120.0
+PATIENCE = 240.0
 
 
 @pytest.fixture(scope="module")

@@ -76,7 +76,7 @@ def wait_for_owners(streaming: Streaming, many: int) -> None:
         owners = streaming.owners().values()
         return len({each for each in owners if each is not None}) == many == len(owners)
 
-    eventually(have_them, timeout=20.0, what=f"{many} owners")
+    eventually(have_them, timeout=60.0, what=f"{many} owners")
 
 
 def committed(streaming: Streaming) -> list[int]:
