@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from typing import Any, Generic, cast
+from typing import Any, Generic, Self, cast
 
 from celery import Celery
 from sqlalchemy.exc import OperationalError
@@ -78,6 +78,14 @@ class Handle(Generic[R_co]):
     task_id: str | None = None
     # of the call's arguments, from `enqueue`: the record of another call under the same key is not its own
     fingerprint: str | None = None
+
+    @classmethod
+    def of(cls, app: Celery, task: str, key: str, *, tenant: str | None = None) -> Self:
+        """The handle of an operation by its task's name and its key, whether or not it exists; `tenant` defaults to the setting.
+
+        Raises `InvalidKey` for a key that none can have.
+        """
+        return cls(app, OperationId(tenant or runtime_of(app).settings.tenant, task, check_key(key, field="key")))
 
     def lookup(self) -> StoredOperation[R_co] | None:
         """The stored operation; None before its first attempt.
@@ -230,8 +238,7 @@ def lookup(app: Celery, task: str, key: str, *, tenant: str | None = None) -> St
 
     Raises `OperationNotFound`, and `InvalidKey` for a key that none can have.
     """
-    id = OperationId(tenant or runtime_of(app).settings.tenant, task, check_key(key, field="key"))
-    stored = Handle(app, id).lookup()
+    stored: StoredOperation | None = Handle.of(app, task, key, tenant=tenant).lookup()
     if stored is None:
         raise OperationNotFound(f"{task}: no operation has this key")
     return stored

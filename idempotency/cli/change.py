@@ -100,7 +100,7 @@ def forget(
     app: AppOption = "",
     as_json: JsonOption = False,
 ) -> None:
-    """Forget a worker, relay or beat that is silent and will not come back: its alarm ends."""
+    """Forget a process that is silent and will not come back: its alarm ends."""
     forgotten = forget_process(application(app), name, Change(actor, reason))
     if as_json:
         print_json({"change": "forgotten", "name": name, "processes": forgotten})

@@ -1,4 +1,4 @@
-"""`idempotency operators …`: who may discard dead letters, and who may approve it."""
+"""`idempotency operators …`: who may change what moves money and discard dead letters, and who may approve it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ from .options import AppOption, JsonOption, this_user
 from .terminal import application, console, errors, operators_token, print_json, print_table
 
 commands = typer.Typer()
-people = typer.Typer(no_args_is_help=True, help="Who may discard dead letters, and who may approve it.")
+people = typer.Typer(
+    no_args_is_help=True, help="Who may change what moves money and discard dead letters, and who may approve it."
+)
 commands.add_typer(people, name="operators")
 
 

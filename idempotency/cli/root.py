@@ -62,7 +62,7 @@ COMMANDS = {
         "End an operation that has not begun or waits for its next attempt: failed as cancelled, with a dead letter.",
     ),
     "erase": ("erase", "Erase the data of an operation that has ended, for good. Its key stays spent."),
-    "forget": ("change", "Forget a worker, relay or beat that is silent and will not come back: its alarm ends."),
+    "forget": ("change", "Forget a process that is silent and will not come back: its alarm ends."),
     "rename-service": (
         "change",
         "Give what an application had under its old name to this one. Stop all processes of the old name first.",
@@ -77,7 +77,7 @@ COMMANDS = {
         "audit_past",
         "Find what has already happened twice in a table of yours. Reads only. Exit status 1 if there is any, 2 for an error.",
     ),
-    "operators": ("people", "Who may discard dead letters, and who may approve it."),
+    "operators": ("people", "Who may change what moves money and discard dead letters, and who may approve it."),
 }
 
 

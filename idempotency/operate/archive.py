@@ -41,7 +41,7 @@ def archive(app: Celery, letter: int, change: Change) -> None:
             raise ChangeRefused(f"dead letter {letter}: already {dead_letters.show(connection, letter).status}")
         if (asked := discards.requested(connection, letter)) is not None and asked.approved_by is None:
             raise ChangeRefused(
-                f"dead letter {letter}: {asked.requested_by!r} has asked to discard it; another admin can approve"
+                f"dead letter {letter}: {asked.requested_by!r} has asked to discard it; another person, an approver or admin, can approve"
             )
         if edits.is_there(connection) and (edit := edits.waiting(connection, letter)) is not None:
             raise ChangeRefused(

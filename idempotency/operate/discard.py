@@ -1,4 +1,4 @@
-"""Discarding a dead letter: one operator asks, with a reason, and another one with the role admin approves."""
+"""Discarding a dead letter: one operator asks, with a reason, and another person, an approver or admin, approves."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def request(connection: Connection, person: Person, letter: int, reason: str, *,
         asked = discards.requested(connection, letter)
         assert asked is not None  # the letter is open, so only an earlier request was in the way
         raise DiscardRefused(
-            f"dead letter {letter}: {asked.requested_by!r} has asked already; another admin can approve"
+            f"dead letter {letter}: {asked.requested_by!r} has asked already; another person, an approver or admin, can approve"
         )
     id, record = _operation(connection, row)
     _check_no_open_effect(row, record)
@@ -71,7 +71,7 @@ def approve(connection: Connection, person: Person, letter: int, *, app: Celery)
                 "by now; ask again"
             )
         raise DiscardRefused(
-            f"dead letter {letter}: {asked.requested_by!r} asked for it, so another admin has to approve"
+            f"dead letter {letter}: {asked.requested_by!r} asked for it, so another person, an approver or admin, has to approve"
         )
     id, record = _operation_to_discard(connection, letter, row)
     if webhook is None and id is not None and record is None and row.outbox_id is not None:

@@ -13,7 +13,7 @@ from .change import Change, audit
 
 
 def forget_process(app: Celery, name: str, change: Change) -> int:
-    """Forget the workers, relays and beats of this name that are silent and will not come back: their alarms end.
+    """Forget the processes (workers, relays, beats, streams) of this name that are silent and will not come back: their alarms end.
 
     Returns how many. There is an audit row for each, without the request id. Raises `ChangeRefused` if none is silent.
     """

@@ -80,17 +80,18 @@ def authenticate(
     role: Role,
     action: str,
     letter: int | None = None,
+    called: str = TOKEN_VARIABLE,
     said: Callable[[str], str | None] = lambda why: why,
 ) -> Person:
     """Check whose token this is, and that they may do this: an admin may do what an operator may.
 
     Raises `NotAllowed`, as `NotAuthenticated` if it is no valid token. The refusal's audit row is committed by itself,
-    whatever becomes of the caller's transaction. `said`: what it says of the reason; None: there is no row.
+    whatever becomes of the caller's transaction. `called`: the token, in a refusal. `said`: what it says of the reason; None: there is no row.
     """
     outside = _known_outside(runtime, token) if identities.are_outside(runtime.settings) else None
     with runtime.autocommit() as connection:
         person, why = outside or _known(connection, token)
-        refusal: NotAllowed | None = None if why is None else NotAuthenticated(f"{TOKEN_VARIABLE}: {why}")
+        refusal: NotAllowed | None = None if why is None else NotAuthenticated(f"{called}: {why}")
         if person is not None and refusal is None:
             if identities.may(person.role, role):
                 return replace(person, check=partial(_check_again, runtime, token, person))
@@ -104,7 +105,7 @@ def authenticate(
 def check_tenant(person: Person, id: OperationId | None) -> None:
     """Raise `NotAllowed` if a change is about a tenant that is not this person's, or about none while they have only some."""
     if person.tenants is not None and (id is None or id.tenant not in person.tenants):
-        raise NotAllowed(f"{person.name!r} may change operations of other tenants only")
+        raise NotAllowed(f"{person.name!r} may not change operations of this tenant")
 
 
 def _check_again(

@@ -43,8 +43,8 @@ def seek_stream(
     if to < 0:
         raise ChangeRefused(f"--to: an offset is at least 0, got {to}")
     with runtime.engine.begin() as connection:
-        if repeated(connection, change, "seek_stream", None, said=said) is not None:
-            return to
+        if (done := repeated(connection, change, "seek_stream", None, said=said)) is not None:
+            return _from(done.details)
         row = streams.lock(connection, place)
         if row is None:
             raise OperationNotFound(f"stream {consumer}: no process of {place.service!r} has ever had {place}")

@@ -118,7 +118,8 @@ class DynamoDBStore:
                 return claimed(item)
             if (answer := _answer(item, fingerprints, token, now)) is not None:
                 return answer
-            is_mine = item["token"] == token and item["state"] == "started"
+            # its own, or an earlier one of this message, whose answer came too late: nothing has run under it
+            is_mine = item["state"] == "started" and item["token"] in (token, *watch.unanswered.split())
             if item["state"] == "started" and not is_mine:
                 if watch.seen != _mark(item):
                     return StoreBusy(seen=_mark(item))

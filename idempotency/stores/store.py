@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from ..errors import Unanswered, UnknownVersion
@@ -60,8 +60,8 @@ class Stored:
     attempts: int
     fingerprint: str
     holder: str
-    result: str | None = None
-    error: str | None = None
+    result: str | None = field(default=None, repr=False)
+    error: str | None = field(default=None, repr=False)
 
     @property
     def has_ended(self) -> bool:

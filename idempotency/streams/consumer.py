@@ -21,6 +21,7 @@ from ..observe.crash_points import crash_point
 from ..observe.logs import log
 from ..observe.outages import Pauses
 from ..observe.unreachable import reason
+from ..reasons import OTHER_CELL
 from ..store import dead_letters, stream_letters, streams
 from ..store.answers import Busy, Completed, Failed, Foreign, Mismatch
 from ..store.letters import headers_text
@@ -309,7 +310,11 @@ class Consumer:
             partition.moved(refused.message.offset + 1)
             self._count("refused")
         else:
-            why = f"offset {refused.message.offset} is refused as {refused.reason}: discard its dead letter"
+            if refused.reason == OTHER_CELL:
+                advice = "replay its dead letter once idempotency_cell_of is right, or discard it"
+            else:
+                advice = "discard its dead letter"
+            why = f"offset {refused.message.offset} is refused as {refused.reason}: {advice}"
             self._holdings.stop(partition, why)
             partition.wait(STOPPED_PAUSE)
 

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
 # The revision of the schema whose columns positions need.
 NEEDS = "0019"
-# Seconds after which the main thread looks for signals at the latest.
-WAKE = 0.5
 
 
 def chosen(app: Celery, names: Collection[str] = ()) -> Mapping[str, Stream]:
@@ -68,9 +66,7 @@ def run_streams(
     for thread in threads:
         thread.start()
     for thread in threads:
-        # not without a timeout: a signal that the kernel gives to another thread wakes no join(), and its handler would never run
-        while thread.is_alive():
-            thread.join(WAKE)
+        thread.join()
     if errors:
         raise errors[0]
 

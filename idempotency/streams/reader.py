@@ -6,7 +6,7 @@ from typing import Protocol
 
 from .partition import Partition
 
-# Batches of a partition that are at hand before no more of it is asked for.
+# Batches of a partition that are at hand before RabbitMQ is asked for no more of it; Kafka is paused at twice as many.
 AHEAD = 2
 # Why a partition stops.
 OVERTAKEN = "retention has overtaken it, and messages are gone"

@@ -101,7 +101,7 @@ def _queues(found: Snapshot) -> Iterator[Metric]:
 def _processes(found: Snapshot) -> Iterator[Metric]:
     signs = GaugeMetricFamily(
         "idempotency_last_sign_seconds",
-        "Time since a worker, relay or beat that has not shut down cleanly was last seen",
+        "Time since a worker, relay, beat or stream process that has not shut down cleanly was last seen",
         labels=["kind", "name", "host", "pid"],
     )
     for process in found.processes:

@@ -61,7 +61,7 @@ def seen(request: Request) -> dict[str, Any]:
             ],
             "kinds": {
                 kind: sum(row.kind == kind and row.silent_seconds <= settings.alarm_silence for row in alive)
-                for kind in ("worker", "relay", "beat")
+                for kind in ("worker", "relay", "beat", "stream")
             },
             "alarms": [
                 {"name": row.name, "since": row.since, "page": about(row.name, settings.own_runbooks)} for row in active

@@ -80,7 +80,7 @@ class Login:
         except (requests.RequestException, AuthlibBaseError, ValueError) as error:
             log.warning("web_login_failed", error=type(error).__name__, said=getattr(error, "error", None))
             raise NotAuthenticated("login: the issuer did not take the code; log in again") from None
-        person = authenticate(runtime_of(self._celery), token, role="reader", action="web login")
+        person = authenticate(runtime_of(self._celery), token, role="reader", action="web login", called="login")
         nonce = jwt.decode(token, options={"verify_signature": False}).get("nonce")  # it was verified
         if not isinstance(nonce, str) or not hmac.compare_digest(nonce.encode(), kept["nonce"].encode()):
             raise NotAuthenticated("login: the ID token was made for another login")

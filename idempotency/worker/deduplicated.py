@@ -6,6 +6,9 @@ What Celery is told decides whether the message is acknowledged, so this is all 
     Retry                                    released, or held by another attempt, or the store does not answer: a copy of the
                                              message is published, and confirmed if the broker does that. Then acknowledged
     Reject(requeue=True)                     the worker stops, or the copy could not be published: back in the queue
+    OperationFailed, FingerprintMismatch     it had failed, or the key was used with other arguments: acknowledged
+    Reject(requeue=False)                    the message names no operation: to the queue's dead-letter target, if it has one
+    Ignore                                   it was completed, and its result cannot be read: acknowledged
 """
 
 from __future__ import annotations
@@ -38,7 +41,7 @@ from ..store.answers import Completed, Failed, Mismatch
 from ..store.statements import describe, leave_out_values
 from ..stores.run import Outcome, StoreAttempt, run
 from ..stores.runtime import StoreRuntime
-from ..stores.store import StoreBusy
+from ..stores.store import StoreBusy, Stored
 from ..wire import keys
 from ..wire.delivery import Delivery
 from ..wire.headers import FINGERPRINT_HEADER, KEY_HEADER, TENANT_HEADER, senders_headers
@@ -51,7 +54,7 @@ from .store_runtimes import store_runtime_of
 from .using import P
 from .waiting import SHARE_OF_TIME_LIMIT, Waiting
 
-# A name and not an import, as in Celery: installation.py imports this module.
+# No import, as in Celery: installation.py imports this module.
 INSTALL = "idempotency.installation:install_for_stores"
 # Seconds until a message comes back that has waited for the store as long as a delivery may.
 PUT_BACK = 60.0
@@ -164,6 +167,10 @@ class DeduplicatedTask(Without, RetriedTask[P, R_co], Generic[P, R_co]):
         _, headers = self._checked(args, kwargs, idempotency_key, tenant, given)
         return super().apply(args, kwargs, headers={**given, **headers}, **options)
 
+    def recorded(self, idempotency_key: object, *, tenant: str | None = None) -> Stored | None:
+        """What the store has of an operation now, its result as it is stored; None: nothing. Raises `InvalidKey` and `StoreAway`."""
+        return self._runtime.store.read(self._operation({}, keys.check_key(idempotency_key), tenant))
+
     def drop(self, idempotency_key: object, *, tenant: str | None = None) -> bool:
         """Forget an operation that has ended, so that the next call under its key runs. False: it has not ended, or there is none.
 
@@ -250,11 +257,8 @@ class DeduplicatedTask(Without, RetriedTask[P, R_co], Generic[P, R_co]):
             case StoreBusy(due_in=due_in, seen=mark):
                 if delivery.is_eager:
                     return OperationBusy(f"{self.name}: another attempt holds this operation")
-                return Later(
-                    pause_for(delivery, self._settings.lease, due_in, mark),
-                    "another attempt holds this operation",
-                    mark,
-                )
+                pause = pause_for(delivery, self._settings.lease, due_in, mark)
+                return Later(pause, "another attempt holds this operation", mark)
 
     def _run(self, delivery: Delivery) -> Outcome:
         request, runtime, settings = self.request, self._runtime, self._settings
@@ -275,9 +279,8 @@ class DeduplicatedTask(Without, RetriedTask[P, R_co], Generic[P, R_co]):
             if not delivery.is_eager:
                 return outcome
             if isinstance(outcome, StoreBusy) and outcome.seen and not watch.seen:
-                watch = replace(
-                    watch, seen=outcome.seen
-                )  # no message comes back that could be told: watch the holder now
+                # no message comes back that could be told: watch the holder now
+                watch = replace(watch, seen=outcome.seen)
             elif not isinstance(outcome, Release):
                 return outcome
             elif outcome.give_back and outcome.cause is not None:
@@ -307,8 +310,6 @@ class DeduplicatedTask(Without, RetriedTask[P, R_co], Generic[P, R_co]):
             # it was carried out, which is no failure: errbacks might undo it
             log.error("result_unreadable", task=self.name, key=delivery.id.key, error=type(error).__name__)
             return Ignore("its result cannot be read")
-
-    # ------------------------------------------------------------ of this process
 
     @property
     def _runtime(self) -> StoreRuntime:

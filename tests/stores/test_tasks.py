@@ -338,7 +338,12 @@ def test_an_error_that_is_longer_than_an_item_is_cut_and_recorded(shop: Celery, 
 def test_a_failed_key_is_free_once_it_is_dropped(shop: Celery, deliver: Any) -> None:
     key = new_key()
     deliver(failing, key, "permanent")
+    recorded = failing.recorded(key)
+    assert recorded is not None
+    assert (recorded.state, recorded.attempts) == ("failed", 1)
+    assert "result=" not in repr(recorded)
     assert failing.drop(key)
+    assert failing.recorded(key) is None
     assert not failing.drop(key)
     assert isinstance(deliver(failing, key, "permanent").value, PermanentError)
 

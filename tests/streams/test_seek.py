@@ -44,7 +44,7 @@ def test_a_stream_that_is_sent_back_handles_nothing_twice(streaming: Streaming) 
     with pytest.raises(ChangeRefused, match="is being handled"):
         seek_stream(bank.app, NAME, topic, 0, 5, CHANGE)
     assert seek_stream(bank.app, NAME, topic, 0, 5, CHANGE, take=True) == 20
-    seek_stream(bank.app, NAME, topic, 0, 5, CHANGE, take=True)  # the same request again
+    assert seek_stream(bank.app, NAME, topic, 0, 5, CHANGE, take=True) == 20  # the same request again
     accounts += streaming.broker.publish_many(5, first=100)
     streaming.wait_until_handled()
     assert streaming.entries() == accounts

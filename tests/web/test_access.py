@@ -294,7 +294,7 @@ def test_the_functions_behind_the_page_refuse_another_tenant_by_themselves(
         lambda: reveal(bank, id, change),
         lambda: reveal_letter(bank, letter.id, change),
     ):
-        with pytest.raises(NotAllowed, match="other tenants only"):
+        with pytest.raises(NotAllowed, match="not change operations of this tenant"):
             attempt()
     assert [each.status for each in letters(connection)] == ["open"]
     assert actions(connection) == []
