@@ -83,7 +83,7 @@ def _room(connection: Connection, many: int) -> list[Finding]:
 
 
 def _over(found: Partitions, retention: float) -> list[Finding]:
-    """Those that were to be dropped two periods ago. The table of before goes once most of it is past its retention."""
+    """Those that were to be dropped two periods ago. The original table goes once most of it is past its retention."""
     since = found.now - timedelta(seconds=retention) - 2 * WIDTHS[found.width]
     late = [each.name for each in found.all if each.begins_at and each.ends_at and each.ends_at < since]
     if not late:

@@ -103,9 +103,12 @@ def check_store(subject: str, address: str, settings: Settings) -> list[Finding]
 
 
 def _check_redis(subject: str, store: RedisStore) -> Iterator[Finding]:
-    asked = time.time()
-    info, clock = store.server()
-    now = (asked + time.time()) / 2
+    servers = store.servers()
+    for info, ahead in servers:
+        yield from _check_server(subject if len(servers) == 1 else f"{subject} port {info['tcp_port']}", info, ahead)
+
+
+def _check_server(subject: str, info: dict[str, Any], ahead: float) -> Iterator[Finding]:
     version, role, policy = info["redis_version"], info["role"], info.get("maxmemory_policy", "unknown")
     if int(version.partition(".")[0]) < OLDEST_REDIS:
         yield refusal(subject, f"Redis {version}, need at least {OLDEST_REDIS}", "its scripts need that")
@@ -116,7 +119,7 @@ def _check_redis(subject: str, store: RedisStore) -> Iterator[Finding]:
         yield refusal(f"{subject} maxmemory-policy", f"{policy}, need noeviction", advice)
     yield ok(subject, f"Redis {version}, {role}, {policy}")
     yield from _check_persistence(subject, info)
-    yield check_clock(f"{subject} clock", clock - now)
+    yield check_clock(f"{subject} clock", ahead)
 
 
 def _check_persistence(subject: str, info: dict[str, Any]) -> Iterator[Finding]:

@@ -24,7 +24,7 @@ from ..worker.keyed import shown
 
 # What Celery has beside the arguments, of a message that had none that could be read.
 _EMBED = {"callbacks": None, "errbacks": None, "chain": None, "chord": None}
-# In the headers, for people alone: they may have the arguments of before.
+# In the headers, for people alone: they may have the earlier arguments.
 _REPR = ("argsrepr", "kwargsrepr")
 
 

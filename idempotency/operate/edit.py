@@ -1,7 +1,7 @@
 """Editing the message of a dead letter: its arguments were wrong, and a person corrects them; a replay then sends that.
 
 It stays the same operation: key and tenant come out as before. Only what has done nothing yet is edited, because whatever was
-recorded, or told to a provider, was so with the arguments of before. Of what moves money, one person asks for it and another approves.
+recorded, or told to a provider, was so with the earlier arguments. Of what moves money, one person asks for it and another approves.
 """
 
 from __future__ import annotations
@@ -241,7 +241,7 @@ def _checked(app: Celery, connection: Connection, row: Row[Any], corrected: str)
 
 
 def _fingerprint_of(row: Row[Any]) -> str | None:
-    """What callers of before have been told apart by; None: nothing says."""
+    """What callers who used the earlier arguments have been told apart by; None: nothing says."""
     if row.fingerprint is not None:
         return str(row.fingerprint)
     given = stored_message(row.id, row.payload).headers.get(FINGERPRINT_HEADER)
@@ -261,7 +261,7 @@ def _apply(app: Celery, connection: Connection, found: _Editable) -> None:
 
 
 def _open_record(app: Celery, connection: Connection, found: _Editable) -> None:
-    """Give an operation that has not begun its record, under its new fingerprint: a request of before would begin it otherwise.
+    """Give an operation that has not begun its record, under its new fingerprint: a request with the earlier arguments would begin it otherwise.
 
     It is released, and nothing delivers it before a replay. It has the message for a cancel, which tells `on_failed` the
     arguments and leaves a letter that can be replayed.

@@ -1,7 +1,7 @@
 """Erasing the data of operations that have ended: arguments, results, errors, messages, answers, events.
 
 What names an operation stays, with its fingerprint, its status and its times, so its key stays spent. The database keeps an
-erased record as it is (`keep_erased`, migration 0015): nothing opens it again, code of before included.
+erased record as it is (`keep_erased`, migration 0015): nothing opens it again, older code included.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ AHEAD = {"hour": 6, "day": 3, "week": 2}
 DEFAULT_WIDTH = "day"
 # A Monday: weeks begin there.
 _FIRST = datetime(2001, 1, 1, tzinfo=UTC)
-# Where the partition of before begins.
+# Where the original table begins as a partition.
 _EVER = datetime(1, 1, 1, tzinfo=UTC)
 # A partition that is made in the middle of a period begins so much later than now: no row that is there already belongs into it.
 MARGIN = timedelta(seconds=10)
@@ -29,7 +29,7 @@ _BOUNDS = f"SELECT name, begins_at, ends_at, is_default, estimated, clock_timest
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """A range of creation. Without `begins_at`: the table of before; without `ends_at`: the default one."""
+    """A range of creation. Without `begins_at`: the original table; without `ends_at`: the default one."""
 
     name: str
     begins_at: datetime | None

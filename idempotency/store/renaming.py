@@ -47,7 +47,7 @@ WITH page AS MATERIALIZED (
 SELECT {keys}, (SELECT count(*) FROM renamed) AS renamed FROM page ORDER BY {descending} LIMIT 1
 """
 
-# Events for consumers outside are ordered under their application's name. Those of before keep their places, which are earlier
+# Events for consumers outside are ordered under their application's name. Earlier ones keep their places, which are earlier
 # than those of what is published under the new one.
 _REORDER = """
 UPDATE idempotency.outbox SET task = %(new)s

@@ -197,18 +197,16 @@ class RedisStore:
             found.get("error"),
         )
 
-    def server(self) -> tuple[dict[str, Any], float]:
-        """What the doctor looks at: the server's INFO, and its clock in seconds since 1970. Raises `StoreAway`."""
-        with _away():
-            return self._server()
+    def servers(self) -> list[tuple[dict[str, Any], float]]:
+        """What the doctor looks at: INFO of the server, or of each primary of a cluster, and by how many seconds its clock is ahead.
 
-    def _server(self) -> tuple[dict[str, Any], float]:
+        Raises `StoreAway`.
+        """
         client: Any = self._client
-        if hasattr(client, "get_primaries"):  # of a cluster; the checks are about each, and this one stands for them
-            client = client.get_redis_connection(client.get_primaries()[0])
-        info = client.info()
-        seconds, microseconds = client.time()
-        return info, seconds + microseconds / 1e6
+        with _away():
+            if not hasattr(client, "get_primaries"):
+                return [_looked_at(client)]
+            return [_looked_at(client.get_redis_connection(node)) for node in client.get_primaries()]
 
     def _change(self, script: str, held: Claimed, *arguments: Any) -> bool:
         return bool(self._run(script, held.id, held.fence, held.token, *arguments))
@@ -242,3 +240,10 @@ def _away() -> Iterator[None]:
     except (RedisError, OSError) as error:
         # its own message may have the address in it
         raise StoreAway(f"Redis: {type(error).__name__}") from error
+
+
+def _looked_at(client: Any) -> tuple[dict[str, Any], float]:
+    """INFO of a server, and by how many seconds its clock is ahead of this process's."""
+    info, asked = client.info(), time.time()
+    seconds, microseconds = client.time()
+    return info, seconds + microseconds / 1e6 - (asked + time.time()) / 2

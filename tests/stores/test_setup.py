@@ -32,6 +32,7 @@ from services.redis import find_program
 from tests.stores.conftest import REGION
 from tests.stores.promises import promise
 from tests.stores.scene import AgeingRedis, Scene, new_id
+from tests.support.processes import eventually
 from tests.support.proxy import Proxy
 
 
@@ -307,6 +308,26 @@ def test_all_keys_of_an_operation_are_in_one_slot_of_a_cluster(tmp_path: Path) -
         works(store)
         store.close()
         assert "idempotency_store replication" in warnings(application(f"redis+cluster://{address}"))
+
+
+def test_every_primary_of_a_cluster_is_looked_at(tmp_path: Path) -> None:
+    with (
+        own_redis(tmp_path / "one", "--cluster-enabled", "yes") as one,
+        own_redis(tmp_path / "two", "--cluster-enabled", "yes", "--maxmemory-policy", "volatile-ttl") as two,
+    ):
+        ports = [int(each.split(":")[1]) for each in (one, two)]
+        with redis.Redis(port=ports[0]) as first, redis.Redis(port=ports[1]) as second:
+            first.execute_command("CLUSTER", "ADDSLOTS", *range(8192))
+            second.execute_command("CLUSTER", "ADDSLOTS", *range(8192, 16384))
+            second.execute_command("CLUSTER", "SET-CONFIG-EPOCH", 2)
+            first.execute_command("CLUSTER", "MEET", "127.0.0.1", ports[1])
+
+            def is_whole() -> bool:
+                return all(b"cluster_state:ok" in each.execute_command("CLUSTER", "INFO") for each in (first, second))
+
+            eventually(is_whole, what="a cluster of two")
+        refused = refusals(application(f"redis+cluster://{one}"))
+        assert refused == {f"idempotency_store port {ports[1]} maxmemory-policy": "volatile-ttl, need noeviction"}
 
 
 def test_a_primary_is_found_through_sentinel(tmp_path: Path) -> None:
