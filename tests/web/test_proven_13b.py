@@ -16,6 +16,7 @@ from idempotency.operate.edit import edit
 from idempotency.operate.people import Person
 from tests.support import operations as op
 from tests.support.deliveries import Deliveries
+from tests.support.operations import make_due
 from tests.support.tasks import make_task
 from tests.web.conftest import Browser, Open
 from tests.web.test_changes import audited, deliver_all, flaky, letters, shown
@@ -126,7 +127,7 @@ def test_a_bulk_sends_the_wrong_message_of_a_letter_whose_correction_waits_for_i
 
 
 def test_an_archived_letter_is_still_on_the_list_of_money_in_doubt(
-    browser: Open, bank: Celery, deliveries: Deliveries, connection: Connection
+    browser: Open, bank: Celery, deliveries: Deliveries, connection: Connection, engine: Engine
 ) -> None:
     from idempotency.attempt.effects import Happened
     from idempotency.operate.change import read
@@ -134,7 +135,9 @@ def test_an_archived_letter_is_still_on_the_list_of_money_in_doubt(
     from tests.support.tasks import Provider, lost
 
     task = make_task(bank, lambda self, n=1: self.effect("charge", Provider(lost(), lost(), lost())), max_attempts=1)
-    deliveries.deliver(task, key="k")
+    for _ in range(2):
+        deliveries.deliver(task, key="k")
+        make_due(engine, "k")
     (letter,) = letters(connection)
     id = OperationId("default", task.name, "k")
     resolve_effect(bank, read(connection, id, "bank"), "charge", Happened(1), Change("ann", "it is there", is_verified=True))
