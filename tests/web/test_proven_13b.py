@@ -143,3 +143,21 @@ def test_an_archived_letter_is_still_on_the_list_of_money_in_doubt(
     resolve_effect(bank, read(connection, id, "bank"), "charge", Happened(1), Change("ann", "it is there", is_verified=True))
     archive(bank, letter.id, Change("ann", "later", is_verified=True))
     assert f'href="/letters/{letter.id}"' in browser("otto").get("/doubts").text
+
+
+def test_a_bulk_stops_for_a_refused_request_of_another_while_its_own_operation_runs(
+    browser: Open, bank: Celery, deliveries: Deliveries, connection: Connection
+) -> None:
+    task = flaky(bank, {"n0", "n1"})
+    for name in ("n0", "n1"):
+        deliveries.deliver(task, name=name, key=name)
+    otto = browser("otto")
+    address, of = begin(otto, only_task=task.name)
+    otto.post("/bulk/next", of)
+    assert "1 running" in said(otto, address)
+    # before its delivery comes, somebody asks for other work under the same key, and is refused
+    deliveries.deliver(task, name="other", key="n0")
+    assert [(row.source, row.reason) for row in letters(connection)][-1] == ("operation", "fingerprint_mismatch")
+    assert op.record(connection, OperationId("default", task.name, "n0")).status == "released"
+    told = said(otto, address)
+    assert "Stopped: 1 failed again. Nothing more is sent" in told, told
