@@ -81,3 +81,30 @@ def test_an_erasure_by_code_of_before_leaves_what_a_person_has_edited(
     (kept,) = edits.history(connection, letter.id)
     assert '\\"cents\\": 500' in kept.after or "500" in kept.after
     assert "-5" in kept.before
+
+
+def test_what_was_edited_and_archived_is_due_for_ever_and_an_alarm_without_any_work(
+    bank: Celery, connection: Connection, deliveries: Deliveries, ran: list[int]
+) -> None:
+    """Without the edit, the same letter is on no list, count or alarm; with it, its queue has work that no worker is owed."""
+    from idempotency.operate.archive import archive
+    from tests.integration.test_alarms import now
+    from tests.integration.test_edited_before_they_begin import unhandled
+
+    name: str = bank.conf.task_default_queue
+    with bank.connection_for_write() as broker:
+        bank.amqp.queues[name](broker.default_channel).declare()
+    task = task_of(bank, ran)
+    letter = unhandled(bank, connection, task)
+    assert now(bank) == [], "nothing is due: it waits for a person"
+    edit(bank, letter.id, payload(order_id="o1", cents=500), ANN)
+    archive(bank, letter.id, Change("ann", "next quarter"))
+    assert now(bank) == [f"no_consumers/{name}"]
+    from idempotency.application import settings_of
+    from idempotency.store.overview import monitoring_connection
+    from idempotency.upkeep import overview
+
+    with monitoring_connection(settings_of(bank)) as monitoring:
+        found = overview.status(monitoring, bank, settings_of(bank))["queues"][name]
+    assert (found["released"], found["ready"]) == (1, 0)
+    assert found["next_due_seconds"] < 0
