@@ -108,3 +108,38 @@ def test_what_was_edited_and_archived_is_due_for_ever_and_an_alarm_without_any_w
         found = overview.status(monitoring, bank, settings_of(bank))["queues"][name]
     assert (found["released"], found["ready"]) == (1, 0)
     assert found["next_due_seconds"] < 0
+
+
+@pytest.mark.parametrize("is_edited", [False, True])
+def test_a_cancel_leaves_the_letter_open_of_what_was_edited_replayed_and_died_again(
+    bank: Celery, connection: Connection, deliveries: Deliveries, ran: list[int], is_edited: bool
+) -> None:
+    """Without the edit, a cancel closes it; with it, there is one more open letter that can neither be replayed nor edited."""
+    from idempotency.errors import ReplayRefused
+    from idempotency.letters import storing
+    from idempotency.operate.cancel import cancel
+    from tests.integration.test_edited_before_they_begin import dead, unhandled
+
+    task = task_of(bank, ran)
+    id = OperationId("default", task.name, "o1")
+    first = unhandled(bank, connection, task)
+    if is_edited:
+        edit(bank, first.id, payload(order_id="o1", cents=500), ANN)
+    replay(bank, first.id, ANN)
+    connection.execute(text("UPDATE idempotency.outbox SET status = 'published', published_at = now() WHERE status = 'pending'"))
+    row = op.outbox(connection)[-1]
+    storing.store_unhandled(bank, dead(row, bank.conf.task_default_queue))
+    second = op.dead_letters(connection)[-1]
+    assert (second.reason, second.status, second.id != first.id) == ("unhandled", "open", True)
+    cancel(bank, read(connection, id, "bank"), Change("ann", "given up"))
+    found = [(each.id == second.id, each.reason, each.status) for each in op.dead_letters(connection)][1:]
+    assert ran == []
+    if not is_edited:
+        assert found == [(True, "unhandled", "replayed"), (False, "cancelled", "open")]
+        return
+    assert found == [(True, "unhandled", "open"), (False, "cancelled", "open")]
+    with pytest.raises(ReplayRefused, match="only one that failed in the letter's generation"):
+        replay(bank, second.id, ANN)
+    last = op.dead_letters(connection)[-1]
+    with pytest.raises(ChangeRefused, match="another dead letter of its operation is open"):
+        edit(bank, last.id, payload(**RIGHT), ANN)
