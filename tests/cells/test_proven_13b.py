@@ -55,3 +55,25 @@ def test_a_moved_tenants_request_of_before_an_edit_is_refused_as_another_one(
             "fingerprint_mismatch"
         ]
         assert connection.execute(text("SELECT count(*) FROM idempotency.former_fingerprints")).scalar_one() == 0
+
+
+def test_a_move_is_refused_for_a_letter_that_no_list_shows(
+    serve: Serve, cells: Cells, engines: dict[str, Engine]
+) -> None:
+    """docs/cells.md says to replay, discard or cancel what is counted, and nothing of the archive."""
+    from pathlib import Path
+
+    import psycopg
+
+    from idempotency.operate.archive import archive
+    from idempotency.store import dead_letters
+
+    serve("eu")
+    Deliveries(app).deliver(refund, order_id="o2", cents=-5, tenant="eu-acme")
+    with engines["eu"].connect() as connection:
+        letter = connection.execute(text("SELECT id FROM idempotency.dead_letters")).scalar_one()
+        archive(app, letter, Change("ann", "never mind"))
+        assert dead_letters.list_letters(connection) == []
+    with pytest.raises(psycopg.errors.RaiseException, match="acme has 1 dead letters"):
+        close(cells)
+    assert "archive" not in Path("docs/cells.md").read_text()

@@ -161,3 +161,23 @@ def test_a_bulk_stops_for_a_refused_request_of_another_while_its_own_operation_r
     assert op.record(connection, OperationId("default", task.name, "n0")).status == "released"
     told = said(otto, address)
     assert "Stopped: 1 failed again. Nothing more is sent" in told, told
+
+
+def test_a_bulk_by_task_sends_nothing_at_all_if_its_oldest_letter_can_never_be_replayed(
+    browser: Open, bank: Celery, deliveries: Deliveries, connection: Connection
+) -> None:
+    fails: set[str] = set()
+    task = flaky(bank, fails)
+    deliveries.deliver(task, name="done", key="done")
+    deliveries.deliver(task, name="other", key="done")  # refused: a letter that only a discard by two people ends
+    fails.update({"n1", "n2"})
+    for name in sorted(fails):
+        deliveries.deliver(task, name=name, key=name)
+    assert [row.reason for row in letters(connection)][0] == "fingerprint_mismatch"
+    fails.clear()
+    otto = browser("otto")
+    address, of = begin(otto, only_task=task.name)
+    for _ in range(3):
+        assert otto.post("/bulk/next", of).status_code == 303
+        assert deliver_all(bank, deliveries, connection) == 0
+    assert "0 of 3 completed · 3 waiting" in said(otto, address)
