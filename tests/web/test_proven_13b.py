@@ -181,3 +181,39 @@ def test_a_bulk_by_task_sends_nothing_at_all_if_its_oldest_letter_can_never_be_r
         assert otto.post("/bulk/next", of).status_code == 303
         assert deliver_all(bank, deliveries, connection) == 0
     assert "0 of 3 completed · 3 waiting" in said(otto, address)
+
+
+def test_a_bulk_of_sagas_that_could_not_be_undone_says_that_each_one_which_is_undone_has_failed_again(
+    browser: Open, bank: Celery, deliveries: Deliveries, connection: Connection, engine: Engine
+) -> None:
+    from idempotency import PermanentError
+    from idempotency.sagas import saga
+    from tests.sagas.conftest import Stage
+
+    stage, is_broken = Stage(bank, engine, deliveries), [True]
+
+    def undo(self: Any, id: str) -> None:
+        if is_broken[0]:
+            raise ValueError("the warehouse is away")
+
+    undoing = make_task(bank, undo, key="{id}", max_attempts=1)
+
+    @saga("web.undone", key="{id}", app=bank)
+    def undone(saga: Any, id: str) -> None:
+        saga.step("make", lambda session, id: 1, id, undo=undoing)
+        raise PermanentError("no", "sold_out")
+
+    for id in ("r1", "r2"):
+        stage.enqueue(undone, id)
+    stage.run()
+    found = [(row.task, row.key, row.reason, row.status) for row in letters(connection)]
+    assert [each for each in found if each[2] == "compensation_failed"] == [
+        ("web.undone", "r1", "compensation_failed", "open"),
+        ("web.undone", "r2", "compensation_failed", "open"),
+    ]
+    otto = browser("otto")
+    address, of = begin(otto, only_reason="compensation_failed")
+    is_broken[0] = False
+    stage.run()
+    assert stage.saga("r1").status == "FAILED", "it is undone, which is what the replay was for"
+    assert "Stopped: 1 failed again. Nothing more is sent" in said(otto, address)
