@@ -214,6 +214,7 @@ def test_a_bulk_of_sagas_that_could_not_be_undone_says_that_each_one_which_is_un
     otto = browser("otto")
     address, of = begin(otto, only_reason="compensation_failed")
     is_broken[0] = False
+    otto.post("/bulk/next", of)
     stage.run()
     assert stage.saga("r1").status == "FAILED", "it is undone, which is what the replay was for"
     assert "Stopped: 1 failed again. Nothing more is sent" in said(otto, address)
