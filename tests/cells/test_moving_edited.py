@@ -53,6 +53,7 @@ def corrected(order_id: str) -> str:
     return json.dumps({"kwargs": {"order_id": order_id, "cents": 500}})
 
 
+@pytest.mark.long
 def test_a_moved_tenants_request_of_before_an_edit_is_answered(
     serve: Serve, cells: Cells, engines: dict[str, Engine], ran: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -94,7 +95,8 @@ def test_closing_says_that_what_is_left_is_archived(serve: Serve, cells: Cells, 
         close(cells)
 
 
-@pytest.mark.parametrize("has_begun", [True, False])
+@pytest.mark.few(1)
+@pytest.mark.parametrize("has_begun", [False, True])
 def test_in_a_closed_cell_an_edit_is_refused_by_name_of_the_constraint(
     serve: Serve, cells: Cells, engines: dict[str, Engine], has_begun: bool
 ) -> None:

@@ -288,6 +288,7 @@ def seen(bank: Celery, connection: Connection) -> tuple[list[str], int, float | 
     return lasting, queue.released, queue.next_due_seconds, released, due
 
 
+@pytest.mark.few(2)
 @AGAIN
 @pytest.mark.parametrize("is_archived", [True, False])
 def test_what_was_edited_is_due_once_it_is_replayed_and_not_before(
@@ -342,6 +343,7 @@ def test_what_was_replayed_in_vain_is_edited_again_and_runs_with_the_last_argume
     )
 
 
+@pytest.mark.few(2)
 @AGAIN
 @pytest.mark.parametrize("is_purged", [True, False])
 def test_a_cancel_closes_the_letter_of_what_was_replayed_in_vain(
