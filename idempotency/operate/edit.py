@@ -11,7 +11,9 @@ from hashlib import sha256
 from typing import Any
 
 from celery import Celery
+from psycopg.errors import CheckViolation
 from sqlalchemy import Connection, Row
+from sqlalchemy.exc import IntegrityError
 
 from ..application import runtime_of
 from ..attempt.opening import open_record
@@ -22,7 +24,7 @@ from ..reasons import ALTERED, EXPIRED_EARLY, OTHER_CELL, UNSIGNED
 from ..store import archive, dead_letters, discards, edits, erasure, operations
 from ..store.letter_messages import NEVER, stored_message
 from ..store.outbox import EXTERNAL
-from ..store.statements import repeatable
+from ..store.statements import driver_error, repeatable
 from ..streams.declaring import TASK_PREFIX
 from ..wire import keys
 from ..wire.headers import FINGERPRINT_HEADER
@@ -214,7 +216,7 @@ def _operation(app: Celery, connection: Connection, row: Row[Any], *, locks: boo
     if record is None:
         if row.generation is not None:
             what = "its operation is purged"
-    elif row.generation is None and edits.has_opened(connection, id, record):
+    elif row.generation is None and edits.is_waiting_for_person(connection, id):
         pass
     elif record.status != "failed":
         what = f"its operation is {record.status}; only what has failed, or has not begun, is edited"
@@ -249,6 +251,18 @@ def _fingerprint_of(row: Row[Any]) -> str | None:
 
 
 def _apply(app: Celery, connection: Connection, found: _Editable) -> None:
+    try:
+        _change(app, connection, found)
+    except IntegrityError as error:
+        if not isinstance(violation := driver_error(error), CheckViolation):
+            raise
+        raise ChangeRefused(
+            f"dead letter {found.row.id}: the constraint {violation.diag.constraint_name} forbids changes of rows in "
+            f"{violation.diag.table_name}; if its tenant is being moved to another cell, enqueue the work there, as docs/cells.md says"
+        ) from None
+
+
+def _change(app: Celery, connection: Connection, found: _Editable) -> None:
     row = found.row
     if found.record is None:
         _open_record(app, connection, found)
