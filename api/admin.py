@@ -88,7 +88,11 @@ def replay_letters(person: Operator, letters: Replayed, request: Request) -> Out
     def replay_one(letter: int) -> None:
         id = _request_id(request, letter)
         change = Change(person.name, letters.reason, id, is_verified=True, check_person=person.check)
-        said = {"declined": letters.even_if_declined, "cancelled": letters.even_if_declined, "to_be_edited": letters.unedited}
+        said = {
+            "declined": letters.even_if_declined,
+            "cancelled": letters.even_if_declined,
+            "to_be_edited": letters.unedited,
+        }
         with runtime_of(celery).autocommit() as connection:
             confirmed = [each for each in to_confirm(connection, [letter]) if said[each.was]]
         try:

@@ -147,7 +147,8 @@ def replay_letters(
         bool, typer.Option("--yes", help="Also what was declined or cancelled, without being asked.")
     ] = False,
     unedited: Annotated[
-        bool, typer.Option("--unedited", help="Also what somebody has asked to edit, without the edit. Name the letters.")
+        bool,
+        typer.Option("--unedited", help="Also what somebody has asked to edit, without the edit. Name the letters."),
     ] = False,
     reason: Annotated[str, typer.Option(help="Why; kept in the audit table.")] = "replay",
     request_id: RequestOption = None,

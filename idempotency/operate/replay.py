@@ -74,7 +74,7 @@ def to_confirm(connection: Connection, letters: Sequence[int]) -> list[ToConfirm
 
 def _to_be_edited(row: Row[Any]) -> ToConfirm:
     other = "" if row.letter == row.id else f" of its dead letter {row.letter}"
-    why = f"{row.edited_by!r} has asked at {row.edited_at:%F %T%z} to edit the message{other}, and nobody has approved it"
+    why = f"{row.edited_by!r} has asked at {row.edited_at:%F %T%z} to edit the message{other} (edit {row.edit}), and nobody has approved it"
     says = f"{called(OperationId(row.tenant, row.task, row.key))}: {why}; a replay sends the message without the edit"
     return ToConfirm(row.id, "to_be_edited", f"{says}, with the arguments that were found to be wrong")
 

@@ -54,7 +54,7 @@ WHERE l.id = ANY(%(letters)s) AND l.status = 'open'
 
 # Also of another letter of the same operation: both send the message that was found to be wrong.
 _TO_EDIT = """
-SELECT DISTINCT ON (d.id) d.id, e.tenant, e.task, e.key, e.letter, e.edited_by, e.edited_at
+SELECT DISTINCT ON (d.id) d.id, e.tenant, e.task, e.key, e.id AS edit, e.letter, e.edited_by, e.edited_at
 FROM idempotency.dead_letters d
 JOIN idempotency.letter_edits e ON (e.tenant, e.task, e.key) = (d.tenant, coalesce(d.task, d.header_task), d.key)
     AND e.applied_at IS NULL

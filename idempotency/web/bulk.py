@@ -29,8 +29,8 @@ from ..reasons import COMPENSATION_FAILED
 from ..store import letter_operations, letter_pages
 from ..store.letter_messages import NEVER
 from ..store.letter_pages import Letters
-from ..store.statements import describe
 from ..store.sagas import FAILED
+from ..store.statements import describe
 from ..store.sweeps import is_row_error
 from ..text import number_of
 from .confirming import digest, read_of
@@ -124,7 +124,8 @@ def begin(request: Request) -> Response:
         shown = desk.sessions.read("chosen", text, age=CHOSEN)
         if shown is None or shown[0] != name:
             raise ChangeRefused("what was chosen is not known any more: choose again")
-        _, ids, read, to_edit, never = shown
+        _, ids, read, *more = shown
+        to_edit, never = more or (0, 0)  # a form of before has none
     else:
         every, read = matching(request), []
         with desk.reading() as connection:
@@ -152,8 +153,8 @@ def begin(request: Request) -> Response:
 
 def left_out(to_edit: int, never: int) -> str:
     """What a bulk leaves out, and what becomes of it; empty: nothing."""
-    edited = f"{number_of(to_edit, 'letter that somebody has asked to edit', 'letters that somebody has asked to edit')}"
-    lost = f"{number_of(never, 'letter that can never be replayed', 'letters that can never be replayed')}"
+    edited = number_of(to_edit, "letter that somebody has asked to edit", "letters that somebody has asked to edit")
+    lost = number_of(never, "letter that can never be replayed", "letters that can never be replayed")
     said = [f"{edited}: approve the edit, or replay it alone"] if to_edit else []
     return "; ".join([*said, f"{lost}, only discarded"] if never else said)
 

@@ -6,6 +6,7 @@ import re
 import threading
 from typing import Any
 
+import pytest
 from celery import Celery
 from sqlalchemy import Connection, Engine, text
 
@@ -313,7 +314,7 @@ def test_what_is_refused_is_passed_over_and_the_rest_is_sent(
 ) -> None:
     task, fails = failing(bank, deliveries, "n0", "n1", "n2", "n3")
     otto = browser("otto")
-    address, of = begun_without_warnings(otto, only_task=task.name)
+    _, of = begun_without_warnings(otto, only_task=task.name)
     fails.clear()
     first, second, third, _ = letters(connection)
     archive(bank, first.id, Change("olga", "not now"))
@@ -333,6 +334,7 @@ def test_what_is_refused_is_passed_over_and_the_rest_is_sent(
     assert ("2 of 4 completed · 2 refused" in told, "It is over" in told, "Stopped" in told) == (True, True, False)
 
 
+@pytest.mark.long
 def test_an_address_of_before_a_refusal_sends_the_rest_as_well(
     browser: Open, bank: Celery, deliveries: Deliveries, connection: Connection
 ) -> None:
@@ -375,6 +377,7 @@ def test_what_can_never_be_replayed_is_left_out_and_counted(
         assert f"{completed} of 2 completed" in said(otto, address)
 
 
+@pytest.mark.long
 def test_an_error_of_the_application_that_has_the_name_of_ours_is_replayed_with_others(
     browser: Open, bank: Celery, deliveries: Deliveries, connection: Connection
 ) -> None:
@@ -404,16 +407,39 @@ def give_up(connection: Connection) -> None:
     )
 
 
-def test_a_replay_that_cannot_be_published_has_failed_again(
-    browser: Open, bank: Celery, deliveries: Deliveries, connection: Connection
+def die_on_its_way(connection: Connection, origin: str) -> None:
+    """As a relay stores the message of a row of this origin that it finds in a dead-letter queue."""
+    connection.execute(
+        text(
+            "INSERT INTO idempotency.dead_letters (source, outbox_id, tenant, task, key, fingerprint, reason, consumer_service, payload)"
+            " SELECT 'broker', id, tenant, task, key, fingerprint, 'delivery_limit', 'bank', message FROM idempotency.outbox WHERE origin = :origin"
+        ),
+        {"origin": origin},
+    )
+
+
+@pytest.mark.parametrize(
+    ("dies", "reason"),
+    [
+        pytest.param(give_up, "unpublishable", id="not published"),
+        pytest.param(
+            lambda connection: die_on_its_way(connection, "replay"),
+            "delivery_limit",
+            id="dead on its way",
+            marks=pytest.mark.long,
+        ),
+    ],
+)
+def test_a_replay_whose_message_does_not_arrive_has_failed_again(
+    browser: Open, bank: Celery, deliveries: Deliveries, connection: Connection, dies: Any, reason: str
 ) -> None:
     task, _ = failing(bank, deliveries, "n0", "n1")
     otto = browser("otto")
     address, of = begun_without_warnings(otto, only_task=task.name)
     otto.post("/bulk/next", of)
-    give_up(connection)
+    dies(connection)
     newest = letters(connection)[-1]
-    assert (newest.key, newest.reason, newest.status) == ("n0", "unpublishable", "open")
+    assert (newest.key, newest.reason, newest.status) == ("n0", reason, "open")
     told = said(otto, address)
     assert "Stopped: 1 failed again" in told
     assert f"letter {newest.id}" in told
@@ -432,13 +458,12 @@ def test_another_request_under_the_key_and_a_late_copy_stop_no_replay_that_runs(
     # of the message before the replay, which a broker has kept
     connection.execute(
         text(
-            "WITH row AS (INSERT INTO idempotency.outbox (message_id, tenant, task, key, fingerprint, message, queue, origin, status)"
-            " SELECT 'm', tenant, task, key, fingerprint, payload, '', 'enqueue', 'published' FROM idempotency.dead_letters ORDER BY id LIMIT 1"
-            " RETURNING id, tenant, task, key, fingerprint)"
-            " INSERT INTO idempotency.dead_letters (source, outbox_id, tenant, task, key, fingerprint, reason, consumer_service)"
-            " SELECT 'broker', id, tenant, task, key, fingerprint, 'delivery_limit', 'bank' FROM row"
+            "INSERT INTO idempotency.outbox (message_id, tenant, task, key, fingerprint, message, queue, origin, status, published_at)"
+            " SELECT 'm', tenant, task, key, fingerprint, payload, '', 'enqueue', 'published', now()"
+            " FROM idempotency.dead_letters ORDER BY id LIMIT 1"
         )
     )
+    die_on_its_way(connection, "enqueue")
     assert op.record(connection, OperationId("default", task.name, "n0")).status == "released"
     told = said(otto, address)
     assert ("1 running" in told, "Stopped" in told) == (True, False)

@@ -156,6 +156,7 @@ def test_the_claim_that_ends_an_operation_is_not_called_an_attempt(
         assert "3 attempts" not in said, path
 
 
+@pytest.mark.long
 def test_an_archived_letter_is_not_on_the_list_of_money_in_doubt(
     browser: Open, bank: Celery, connection: Connection, unknown: Any
 ) -> None:
