@@ -11,12 +11,14 @@ from sqlalchemy import Connection, text
 from typer.testing import CliRunner, Result
 
 from idempotency import OperationId
+from idempotency.application import runtime_of
 from idempotency.cli.root import cli
 from idempotency.errors import IdempotencyError
 from idempotency.operate.change import Change
 from idempotency.operate.edit import approve_edit, edit
 from idempotency.operate.people import Person
 from idempotency.operate.replay import NotConfirmed, replay, to_confirm
+from idempotency.store import discards
 from tests.support import bank as b
 from tests.support import operations as op
 from tests.support.deliveries import Deliveries
@@ -154,3 +156,27 @@ def test_what_was_declined_is_still_asked_about_once_its_edit_is_left_out_of_the
     assert "give --unedited" in str(run(*replaying, "--yes", status=1).exception)
     run(*replaying, "--unedited", "--yes")
     assert op.record(connection, OperationId(letter.tenant, letter.task, letter.key)).status == "released"
+
+
+def test_an_edit_that_is_asked_for_while_a_replay_is_under_way_is_seen_by_it(
+    bank: Celery, task: Any, deliveries: Deliveries, connection: Connection
+) -> None:
+    """Of what has no record that both would lock: its message has died before anything began."""
+    deliveries.deliver(task, order_id="o1", cents=1)
+    (letter,) = (row.id for row in op.dead_letters(connection))
+    connection.execute(text("DELETE FROM idempotency.records"))
+    connection.execute(
+        text("UPDATE idempotency.dead_letters SET generation = NULL, reason = 'unhandled', source = 'broker'")
+    )
+    with runtime_of(bank).engine.begin() as asking:
+        discards.lock(asking, letter)
+        replaying = op.in_background(lambda: replay(bank, letter, BEN, confirmed=()))
+        op.wait_for_a_lock(connection)
+        asking.execute(
+            text(
+                "INSERT INTO idempotency.letter_edits (letter, tenant, task, key, edited_by, reason, before, after, fingerprint_after)"
+                " SELECT id, tenant, task, key, 'ann', 'x', payload, payload, 'v1:x' FROM idempotency.dead_letters"
+            )
+        )
+    with pytest.raises(NotConfirmed, match="'ann' has asked"):
+        replaying.result()
