@@ -85,9 +85,10 @@ DROP TRIGGER IF EXISTS empty_edits ON idempotency.dead_letters;
 CREATE TRIGGER empty_edits AFTER UPDATE OF payload ON idempotency.dead_letters FOR EACH ROW
 WHEN (OLD.payload <> '' AND NEW.payload = '') EXECUTE FUNCTION idempotency.empty_edits();
 """
-# As `dead_letters_groups`, with whether it is archived, so that counting still reads no letter itself.
+# As `dead_letters_groups`, of what is not archived: however many letters are, counting reads none of them. Code of 0020 counts those,
+# too, and reads the letters for it.
 LISTED = """CREATE INDEX CONCURRENTLY dead_letters_listed ON idempotency.dead_letters (consumer_service, id)
-    INCLUDE (reason, task, header_task, code_version, tenant, failed_at, archived_at) WHERE status = 'open'"""
+    INCLUDE (reason, task, header_task, code_version, tenant, failed_at) WHERE status = 'open' AND archived_at IS NULL"""
 # Few: for their number and the oldest.
 ARCHIVED = """CREATE INDEX CONCURRENTLY dead_letters_archived ON idempotency.dead_letters (consumer_service, archived_at)
     WHERE archived_at IS NOT NULL"""
