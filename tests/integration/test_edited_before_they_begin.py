@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from celery import Celery
@@ -22,10 +23,12 @@ from idempotency.operate.people import Person
 from idempotency.operate.replay import replay
 from idempotency.relay.relay import Relay
 from idempotency.relay.resend import resend_lost
-from idempotency.store import edits, flow, lost, operations, schema
+from idempotency.store import edits, flow, letter_pages, lost, operations, schema
 from idempotency.store.outbox import _UNPUBLISHABLE
 from idempotency.store.overview import monitoring_connection
 from idempotency.upkeep import alarms, maintenance, overview
+from idempotency.web.desk import Desk
+from idempotency.web.preview import preview
 from tests.integration.test_edit import ANN, payload
 from tests.support import dead_messages
 from tests.support import operations as op
@@ -375,3 +378,31 @@ def test_on_a_schema_without_edits_what_is_released_is_due(empty: Engine) -> Non
         )
         assert flow.flow(connection, "bank").queues["q"].released == 1
         assert operations.operation(connection, OperationId("t", "x", "k"))["record"]["available_at"] is not None
+
+
+def test_a_cancel_leaves_the_letter_of_another_request_open(
+    bank: Celery, connection: Connection, deliveries: Deliveries
+) -> None:
+    """Another request under the key, which was refused: nobody has seen its letter, and nothing of it was replayed."""
+    ran: list[int] = []
+    task = task_of(bank, ran)
+    letter = unhandled(bank, connection, task)
+    correct(bank, connection, letter.id)
+    enqueued(connection, task, order_id="o1", cents=77)
+    deliver_row(deliveries, task, op.outbox(connection)[-1])
+    cancel(bank, shown(connection, task, "o1"), ANN)
+    others = [(each.reason, each.status) for each in op.dead_letters(connection) if each.id != letter.id]
+    assert ("fingerprint_mismatch", "open") in others
+    assert ran == []
+
+
+def test_the_page_says_that_a_replay_runs_for_the_first_time_what_an_edit_has_opened(
+    bank: Celery, connection: Connection
+) -> None:
+    task = task_of(bank, [])
+    letter = unhandled(bank, connection, task)
+    correct(bank, connection, letter.id)
+    desk = cast(Desk, SimpleNamespace(celery=bank, service=settings_of(bank).service))
+    row = letter_pages.show(connection, desk.service, None, letter.id)
+    looked = preview(desk, connection, row, operations.operation(connection, operation(task)))
+    assert looked.runs == "Its body has not begun yet; a replay runs it for the first time."
