@@ -1,0 +1,82 @@
+"""What a second reader suspects: each test passes while the fault is there."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from celery import Celery
+from celery.exceptions import Retry
+from sqlalchemy import Connection, text
+
+from idempotency.application import settings_of
+from idempotency.operate.edit import approve_edit, edit
+from idempotency.operate.replay import replay, to_confirm
+from idempotency.store import edits
+from idempotency.store.overview import monitoring_connection
+from idempotency.upkeep import alarms, overview
+from tests.integration.test_edit import ANN, payload
+from tests.integration.test_edited_before_they_begin import (
+    APPROVER,
+    OPERATOR,
+    correct,
+    ran,  # noqa: F401
+    task_of,
+    unhandled,
+)
+from tests.support import operations as op
+from tests.support.deliveries import Deliveries, deliver_row
+from tests.support.tasks import enqueued, make_task
+
+
+def alarmed(bank: Celery) -> list[str]:
+    with monitoring_connection(settings_of(bank)) as monitoring:
+        found = overview.take_snapshot(monitoring, bank, settings_of(bank))
+    queue = found.queues.get(bank.conf.task_default_queue)
+    print(queue)
+    return [alarm.name for alarm in alarms.lasting(found, settings_of(bank))]
+
+
+def test_what_an_edit_has_opened_alarms_as_work_without_consumers(
+    bank: Celery, connection: Connection, ran: list[int]  # noqa: F811
+) -> None:
+    name = bank.conf.task_default_queue
+    with bank.connection_for_write() as broker:
+        bank.amqp.queues[name](broker.default_channel).declare()
+    task = task_of(bank, ran)
+    letter = unhandled(bank, connection, task)
+    before = alarmed(bank)
+    correct(bank, connection, letter.id)
+    after = alarmed(bank)
+    assert f"no_consumers/{name}" not in before
+    assert f"no_consumers/{name}" in after  # although nothing but a person's replay is waited for
+
+
+def test_a_replay_sends_the_wrong_amount_while_a_correction_of_it_waits_for_approval(
+    bank: Celery, connection: Connection, deliveries: Deliveries, ran: list[int]  # noqa: F811
+) -> None:
+    task = task_of(bank, ran, moves_money=True)
+    letter = unhandled(bank, connection, task)
+    assert not edit(bank, letter.id, payload(order_id="o1", cents=500), ANN, person=OPERATOR)
+    assert to_confirm(connection, [letter.id]) == []  # no warning
+    replay(bank, letter.id, ANN, confirmed=[])
+    assert deliver_row(deliveries, task, op.outbox(connection)[-1]).value == {"refunded": 5}
+    assert ran == [5]
+
+
+def test_a_retry_by_hand_at_a_time_comes_at_once(
+    bank: Celery, connection: Connection, deliveries: Deliveries
+) -> None:
+    def body(self: Any, order_id: str, cents: int) -> None:
+        raise Retry(when=datetime.now(UTC) + timedelta(hours=5))
+
+    task = make_task(bank, body, key="{order_id}", max_attempts=3)
+    enqueued(connection, task, order_id="o1", cents=5)
+    deliver_row(deliveries, task, op.outbox(connection)[-1])
+    due = connection.execute(
+        text("SELECT extract(epoch FROM available_at - clock_timestamp()) FROM idempotency.records")
+    ).scalar_one()
+    print("due in", due)
+    assert due < 600
+
+
