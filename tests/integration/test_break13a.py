@@ -80,3 +80,33 @@ def test_a_retry_by_hand_at_a_time_comes_at_once(
     assert due < 600
 
 
+
+
+def test_the_page_says_that_a_replay_only_delivers_again_what_it_runs_for_the_first_time(
+    bank: Celery, connection: Connection, deliveries: Deliveries, ran: list[int]  # noqa: F811
+) -> None:
+    """What a person reads before they press Replay, of an operation that an edit has opened."""
+    from types import SimpleNamespace
+    from typing import cast
+
+    from idempotency.store import letter_pages, operations
+    from idempotency.web.desk import Desk
+    from idempotency.web.preview import preview
+    from idempotency.wire.keys import OperationId
+
+    task = task_of(bank, ran)
+    letter = unhandled(bank, connection, task)
+    desk = cast(Desk, SimpleNamespace(celery=bank, service=settings_of(bank).service))
+
+    def said() -> str:
+        row = letter_pages.show(connection, desk.service, None, letter.id)
+        id = OperationId("default", task.name, "o1")
+        return preview(desk, connection, row, operations.operation(connection, id)).runs
+
+    assert said() == "Its body has not begun yet; a replay runs it for the first time."
+    correct(bank, connection, letter.id)
+    assert said() == "Its operation is released; a replay only delivers its message again."
+    replay(bank, letter.id, ANN)
+    assert ran == []
+    deliver_row(deliveries, task, op.outbox(connection)[-1])
+    assert ran == [500]
