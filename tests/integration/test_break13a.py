@@ -10,6 +10,7 @@ from celery.exceptions import Retry
 from sqlalchemy import Connection, text
 
 from idempotency.application import settings_of
+from idempotency.operate.cancel import cancel
 from idempotency.operate.edit import approve_edit, edit
 from idempotency.operate.replay import replay, to_confirm
 from idempotency.store import edits
@@ -24,8 +25,10 @@ from tests.integration.test_edited_before_they_begin import (
     task_of,
     unhandled,
 )
+from tests.integration.test_signed_messages import letters  # noqa: F401
 from tests.support import operations as op
 from tests.support.deliveries import Deliveries, deliver_row
+from tests.support.operators import shown
 from tests.support.tasks import enqueued, make_task
 
 
@@ -110,3 +113,57 @@ def test_the_page_says_that_a_replay_only_delivers_again_what_it_runs_for_the_fi
     assert ran == []
     deliver_row(deliveries, task, op.outbox(connection)[-1])
     assert ran == [500]
+
+
+def test_a_cancel_of_what_an_edit_has_opened_closes_the_letter_of_another_request_as_replayed(
+    bank: Celery, connection: Connection, deliveries: Deliveries, ran: list[int]  # noqa: F811
+) -> None:
+    """Another request under the key, which was refused: nobody has seen its letter, and nothing of it was replayed."""
+    task = task_of(bank, ran)
+    letter = unhandled(bank, connection, task)
+    correct(bank, connection, letter.id)
+    enqueued(connection, task, order_id="o1", cents=77)
+    deliver_row(deliveries, task, op.outbox(connection)[-1])
+    (other,) = [each for each in op.dead_letters(connection) if each.id != letter.id]
+    assert (other.reason, other.status) == ("fingerprint_mismatch", "open")
+    cancel(bank, shown(connection, task, "o1"), ANN)
+    (other,) = [each for each in op.dead_letters(connection) if each.id == other.id]
+    assert (other.reason, other.status) == ("fingerprint_mismatch", "replayed")
+    assert ran == []
+
+
+def test_without_an_edit_a_cancel_leaves_the_letter_of_another_request_open(
+    bank: Celery, connection: Connection, deliveries: Deliveries
+) -> None:
+    """The twin: an operation that waits for its next attempt."""
+    from idempotency import Defer
+
+    def body(self: Any, order_id: str, cents: int) -> None:
+        raise Defer(3600, "later")
+
+    task = make_task(bank, body, key="{order_id}")
+    enqueued(connection, task, order_id="o1", cents=5)
+    deliver_row(deliveries, task, op.outbox(connection)[-1])
+    enqueued(connection, task, order_id="o1", cents=77)
+    deliver_row(deliveries, task, op.outbox(connection)[-1])
+    (other,) = op.dead_letters(connection)
+    assert (other.reason, other.status) == ("fingerprint_mismatch", "open")
+    cancel(bank, shown(connection, task, "o1"), ANN)
+    assert next(each for each in op.dead_letters(connection) if each.id == other.id).status == "open"
+
+
+def test_without_secrets_an_unfit_task_id_is_one_letter_of_its_operation(
+    bank: Celery, relay: Any, processes: Any, connection: Connection, letters: Any  # noqa: F811
+) -> None:
+    """The twin of `test_what_the_application_has_signed_itself_is_altered_and_sent_again_for_ever`."""
+    from idempotency.relay.resend import resend_lost
+    from tests.support import bank as b
+    from tests.support.tasks import transactional
+
+    processes.worker()
+    with transactional(connection.engine).begin() as caller:
+        b.deposit.enqueue(caller, "a1", task_id="refund\u00a0of ann")
+    (letter,) = letters(1)
+    assert (letter.reason, letter.key) == ("invalid_header", "a1")
+    connection.execute(text("UPDATE idempotency.outbox SET published_at = published_at - interval '1 day'"))
+    assert resend_lost(bank, lambda _: 0).resent == 0

@@ -28,6 +28,7 @@ def resent(bank: Celery, connection: Connection) -> int:
     return resend_lost(bank, lambda _: 0).resent
 
 
+@pytest.mark.parametrize("options", [{"task_id": UNFIT}, {"headers": {"headers": "text"}}], ids=["task_id", "headers"])
 def test_what_the_application_has_signed_itself_is_altered_and_sent_again_for_ever(
     bank: Celery,
     relay: Relay,
@@ -35,11 +36,12 @@ def test_what_the_application_has_signed_itself_is_altered_and_sent_again_for_ev
     engine: Engine,
     connection: Connection,
     letters: Callable[[int], Any],
+    options: dict[str, Any],
 ) -> None:
     """Its task id is unfit, which `enqueue` takes. Nobody has touched the message."""
     processes.worker()
     with transactional(engine).begin() as caller:
-        b.deposit.enqueue(caller, "a1", task_id=UNFIT)
+        b.deposit.enqueue(caller, "a1", **options)
     found = letters(1)
     for number in (2, 3):
         assert resent(bank, connection) == 1  # nothing has ended, and no letter names it
@@ -59,3 +61,4 @@ def test_what_a_caller_has_sent_is_called_altered(
     b.deposit.apply_async(("a1",), **options)
     (letter,) = letters(1)
     assert letter.reason == "altered"
+
