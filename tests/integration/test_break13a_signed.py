@@ -7,15 +7,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import amqp
 import pytest
 from celery import Celery
 from sqlalchemy import Connection, Engine, text
 
+from idempotency.operate import discard
+from idempotency.operate.people import Person
 from idempotency.relay.relay import Relay
 from idempotency.relay.resend import resend_lost
+from idempotency.upkeep import maintenance
+from tests.integration.test_signed_copies import taken, task  # noqa: F401
 from tests.integration.test_signed_messages import bank, environment, letters  # noqa: F401
 from tests.support import bank as b
 from tests.support import operations as op
+from tests.support.dead_messages import publish
+from tests.support.operators import act
 from tests.support.processes import Processes, eventually
 from tests.support.tasks import transactional
 
@@ -62,3 +69,59 @@ def test_what_a_caller_has_sent_is_called_altered(
     (letter,) = letters(1)
     assert letter.reason == "altered"
 
+
+
+def unread_copy(bank: Celery, taken: Any, name: str) -> None:
+    """The same message with the same signature, and one unsigned property that is not UTF-8, in the ordinary queue."""
+    given = {"content_type": "application/json", "content_encoding": "utf-8", "correlation_id": "c1", "reply_to": ""}
+    sent = amqp.Message(
+        taken.body, **{**given, "application_headers": taken.properties["application_headers"], name: b"caf\xe9"}
+    )
+    queue = bank.amqp.queues[bank.conf.task_default_queue]
+    with bank.connection_for_write() as broker:
+        broker.default_channel.basic_publish(sent, exchange=queue.exchange.name, routing_key=queue.routing_key)
+
+
+@pytest.mark.parametrize("task", [b.waited_deposit], indirect=True)
+@pytest.mark.parametrize("name", ["correlation_id", "reply_to", "type"])
+def test_a_copy_with_an_unsigned_property_attaches_a_letter_and_keeps_a_lost_message_from_being_sent(
+    bank: Celery,
+    taken: Any,
+    processes: Processes,
+    connection: Connection,
+    letters: Callable[[int], Any],
+    entries: Callable[[str], int],
+    name: str,
+) -> None:
+    """Whoever may read the queue and publish to it: the message is taken away, and a copy with a bad property put there."""
+    processes.worker()
+    unread_copy(bank, taken, name)
+    (letter,) = letters(1)
+    assert letter.reason == "undecodable"
+    assert (letter.key, letter.outbox_id) == ("a1", op.outbox(connection)[0].id)  # it belongs to the operation
+    assert resent(bank, connection) == 0  # what was lost is not sent again
+    act(bank, discard.request, Person("ann", "operator"), letter.id, "a message that nobody can read")
+    act(bank, discard.approve, Person("ben", "approver"), letter.id)
+    (row,) = op.outbox(connection)
+    assert row.settled_at is not None  # the accepted operation is given up
+    assert resent(bank, connection) == 0
+    assert entries("a1") == 0
+    assert connection.execute(text("SELECT count(*) FROM idempotency.records")).scalar_one() == 0
+
+
+def test_a_copy_with_an_unsigned_property_keeps_the_record_and_blocks_an_edit(
+    bank: Celery, taken: Any, processes: Processes, connection: Connection, letters: Callable[[int], Any], entries: Callable[[str], int]
+) -> None:
+    """The original runs as well; the letter stays attached to an operation that has completed."""
+    processes.worker()
+    unread_copy(bank, taken, "correlation_id")
+    letters(1)
+    publish(bank, taken.body, headers=taken.properties["application_headers"])
+    eventually(lambda: entries("a1") == 1)
+    for change in (
+        "UPDATE idempotency.outbox SET settled_at = now() - interval '1 year', published_at = now() - interval '1 year'",
+        "UPDATE idempotency.records SET completed_at = now() - interval '2 years', expires_at = now() - interval '1 year'",
+    ):
+        connection.execute(text(change))
+    maintenance.purge(bank)
+    assert connection.execute(text("SELECT count(*) FROM idempotency.records")).scalar_one() == 1
