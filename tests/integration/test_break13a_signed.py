@@ -12,6 +12,8 @@ import pytest
 from celery import Celery
 from sqlalchemy import Connection, Engine, text
 
+from idempotency.application import close_runtime
+from idempotency.letters.consumer import DeadLetterConsumer
 from idempotency.operate import discard
 from idempotency.operate.people import Person
 from idempotency.relay.relay import Relay
@@ -125,3 +127,35 @@ def test_a_copy_with_an_unsigned_property_keeps_the_record_and_blocks_an_edit(
         connection.execute(text(change))
     maintenance.purge(bank)
     assert connection.execute(text("SELECT count(*) FROM idempotency.records")).scalar_one() == 1
+
+
+@pytest.mark.parametrize("task", [b.waited_deposit], indirect=True)
+def test_copies_that_expire_early_attach_a_letter_where_a_relay_does_not_know_the_task_yet(
+    bank: Celery, taken: Any, task: Any, connection: Connection
+) -> None:
+    """In a deploy: newer code has accepted it, this relay's is older. No worker has seen any of these copies."""
+    known = bank.tasks.pop(task.name)
+    bank.conf.idempotency_unknown_task_grace = 3600.0
+    close_runtime(bank)
+    consumer = DeadLetterConsumer(bank)
+    try:
+        consumer.run_once()
+        publish(bank, taken.body, headers=taken.properties["application_headers"], expiration=0.001)
+        eventually(lambda: consumer.run_once() or op.outbox(connection)[0].refusals == 1)
+        assert op.dead_letters(connection) == []
+        connection.execute(
+            text(
+                "UPDATE idempotency.outbox SET first_refused_at = now() - interval '2 hours', status = 'published',"
+                " published_at = now(), available_at = now()"
+            )
+        )
+        publish(bank, taken.body, headers=taken.properties["application_headers"], expiration=0.001)
+        eventually(lambda: consumer.run_once() or len(op.dead_letters(connection)) == 1)
+    finally:
+        bank.tasks[task.name] = known
+        bank.conf.idempotency_unknown_task_grace = 0.0
+        consumer.close()
+        close_runtime(bank)
+    (letter,) = op.dead_letters(connection)
+    assert (letter.reason, letter.key, letter.outbox_id) == ("unknown_task", "a1", op.outbox(connection)[0].id)
+    assert resent(bank, connection) == 0
