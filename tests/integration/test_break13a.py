@@ -167,3 +167,71 @@ def test_without_secrets_an_unfit_task_id_is_one_letter_of_its_operation(
     assert (letter.reason, letter.key) == ("invalid_header", "a1")
     connection.execute(text("UPDATE idempotency.outbox SET published_at = published_at - interval '1 day'"))
     assert resend_lost(bank, lambda _: 0).resent == 0
+
+
+def test_the_doctor_says_nothing_of_a_tick_with_a_time_to_live_although_each_is_refused(bank: Celery) -> None:
+    """As `test_doctor.py` has it for `expires`; what `apply_async` took before `expiration` was refused."""
+    import pytest
+
+    from idempotency import InvalidArguments
+    from idempotency.checks.settings import check_schedule
+    from tests.support import bank as b
+
+    def found(options: dict[str, Any]) -> list[str]:
+        bank.conf.beat_schedule = {
+            "nightly": {"task": b.deposit.name, "schedule": 60.0, "args": ("a1",), "options": options}
+        }
+        try:
+            return [f"{finding.level}" for finding in check_schedule(bank, [b.deposit])]
+        finally:
+            bank.conf.beat_schedule = {}
+
+    assert len(found({"expires": 5})) == 1
+    assert found({"expiration": 5}) == []
+    with pytest.raises(InvalidArguments, match="expiration"):
+        b.deposit.apply_async(("a1",), expiration=5)
+
+
+def test_after_a_restore_nothing_asks_for_what_only_a_webhook_decides(
+    bank: Celery, connection: Connection, deliveries: Deliveries
+) -> None:
+    """The backup is of before the webhook, which was answered with 200 and does not come again."""
+    import math
+
+    from idempotency import Happened, Undecided
+    from idempotency.relay.relay import Relay
+    from idempotency.relay.resend import resend_lost
+    from idempotency.upkeep import maintenance
+
+    asked: list[int] = []
+
+    def charge(*, idempotency_key: str) -> str:
+        raise Undecided(math.inf, "the bank decides")
+
+    def find(*, doubt: Any) -> Any:
+        asked.append(1)
+        return Happened("ch_1")
+
+    def body(self: Any, order_id: str, cents: int) -> Any:
+        return self.effect("charge", charge, reconcile=find)
+
+    task = make_task(bank, body, key="{order_id}")
+    enqueued(connection, task, order_id="o1", cents=5)
+    deliver_row(deliveries, task, op.outbox(connection)[-1])
+    connection.execute(
+        text("UPDATE idempotency.outbox SET status = 'published', published_at = now() WHERE available_at <= now()")
+    )
+    # the backup ends here; what follows is steps 2 and 5 of docs/restore.md
+    connection.execute(text("SELECT setval('idempotency.fence', nextval('idempotency.fence') + 1000000000)"))
+    relay = Relay(bank)
+    relay.run_once()
+    relay.close()
+    assert maintenance.recover(bank) == resend_lost(bank, lambda _: 0).resent == 0
+    due = connection.execute(
+        text("SELECT extract(epoch FROM available_at - clock_timestamp()) / 86400 FROM idempotency.records")
+    ).scalar_one()
+    assert due > 3000  # days
+    assert asked == []
+    assert op.dead_letters(connection) == []
+    with monitoring_connection(settings_of(bank)) as monitoring:
+        assert alarms.lasting(overview.take_snapshot(monitoring, bank, settings_of(bank)), settings_of(bank)) == []
