@@ -16,6 +16,7 @@ from idempotency.application import close_runtime
 from idempotency.letters.consumer import DeadLetterConsumer
 from idempotency.operate import discard
 from idempotency.operate.people import Person
+from idempotency.operate.replay import replay
 from idempotency.relay.relay import Relay
 from idempotency.relay.resend import resend_lost
 from idempotency.upkeep import maintenance
@@ -24,7 +25,7 @@ from tests.integration.test_signed_messages import bank, environment, letters  #
 from tests.support import bank as b
 from tests.support import operations as op
 from tests.support.dead_messages import publish
-from tests.support.operators import act
+from tests.support.operators import ANN, act
 from tests.support.processes import Processes, eventually
 from tests.support.tasks import transactional
 
@@ -159,3 +160,25 @@ def test_copies_that_expire_early_attach_a_letter_where_a_relay_does_not_know_th
     (letter,) = op.dead_letters(connection)
     assert (letter.reason, letter.key, letter.outbox_id) == ("unknown_task", "a1", op.outbox(connection)[0].id)
     assert resent(bank, connection) == 0
+
+
+def test_a_copy_with_a_long_unsigned_header_that_arrives_leaves_an_operation_that_cannot_be_sent_again(
+    bank: Celery, relay: Relay, processes: Processes, engine: Engine, connection: Connection
+) -> None:
+    """It arrives, since RabbitMQ's frame is larger than what a relay sends. The record keeps its headers, and so does a replay."""
+    with transactional(engine).begin() as caller:
+        b.failing.enqueue(caller, "a1", "defer")
+    name = bank.conf.task_default_queue
+    with bank.connection_for_write() as broker:
+        channel = broker.channel()
+        bank.amqp.queues[name](channel).declare()
+        taken = eventually(lambda: channel.basic_get(name, no_ack=True))
+    long = {"tracestate": "x" * 127_000}
+    publish(bank, taken.body, headers=taken.properties["application_headers"] | long)
+    processes.worker()
+    (letter,) = eventually(lambda: op.dead_letters(connection))
+    assert (letter.reason, letter.key) == ("unpublishable", "a1")
+    assert "headers: at most" in letter.last_error
+    replay(bank, letter.id, ANN)
+    again = eventually(lambda: [each for each in op.dead_letters(connection) if each.status == "open"])
+    assert [each.reason for each in again] == ["unpublishable"]
