@@ -20,6 +20,7 @@ from idempotency.operate.replay import replay
 from idempotency.relay.relay import Relay
 from idempotency.relay.resend import resend_lost
 from idempotency.upkeep import maintenance
+from idempotency.wire.limits import HEADERS_COUNT
 from tests.integration.test_signed_copies import taken, task  # noqa: F401
 from tests.integration.test_signed_messages import bank, environment, letters  # noqa: F401
 from tests.support import bank as b
@@ -182,3 +183,39 @@ def test_a_copy_with_a_long_unsigned_header_that_arrives_leaves_an_operation_tha
     replay(bank, letter.id, ANN)
     again = eventually(lambda: [each for each in op.dead_letters(connection) if each.status == "open"])
     assert [each.reason for each in again] == ["unpublishable"]
+
+
+def counted(headers: dict[str, Any]) -> int:
+    """As `wire/limits.py` counts."""
+    level, count = [headers], 0
+    while level:
+        count += sum(map(len, level))
+        values = [value for each in level for value in (each.values() if isinstance(each, dict) else each)]
+        level = [value for value in values if isinstance(value, dict | list | tuple)]
+    return count
+
+
+def test_a_copy_with_as_many_unsigned_headers_as_may_arrive_makes_letters_for_ever(
+    bank: Celery, relay: Relay, processes: Processes, engine: Engine, connection: Connection, letters: Callable[[int], Any]
+) -> None:
+    """Its retry has one header more, our own mark, so no worker takes it; its letter names nothing, so it is sent again."""
+    with transactional(engine).begin() as caller:
+        b.failing.enqueue(caller, "a1", "defer")
+    name = bank.conf.task_default_queue
+    with bank.connection_for_write() as broker:
+        channel = broker.channel()
+        bank.amqp.queues[name](channel).declare()
+        taken = eventually(lambda: channel.basic_get(name, no_ack=True))
+    # as good, signed: `ignore_result` is not covered, and a worker makes it anew
+    given = taken.properties["application_headers"]
+    sent = {name: value for name, value in given.items() if value is not None and name != "ignore_result"}
+    many = {f"x{number}": 1 for number in range(HEADERS_COUNT - counted(sent))}
+    publish(bank, taken.body, headers=sent | many)
+    processes.worker()
+    found = letters(1)
+    for number in (2, 3):
+        assert resent(bank, connection) == 1
+        found = letters(number)
+    assert {letter.reason for letter in found} == {"beyond_limit"}
+    assert {(letter.task, letter.key, letter.outbox_id) for letter in found} == {(None, None, None)}
+    assert connection.execute(text("SELECT status FROM idempotency.records")).scalar_one() == "released"
