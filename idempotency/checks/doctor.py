@@ -31,6 +31,7 @@ from .settings import (
     check_content,
     check_pool_size,
     check_restored,
+    check_routes,
     check_schedule,
     check_webhooks,
     read_settings,
@@ -121,6 +122,7 @@ def check_configuration(app: Celery, given: Settings | None) -> list[Finding]:
         *check_options(tasks),
         *check_content(app),
         *check_schedule(app, tasks),
+        *check_routes(app, tasks),
         *check_celery_settings(app),
     ]
     if given is not None:

@@ -19,14 +19,14 @@ from ..application import runtime_of
 from ..attempt.opening import open_record
 from ..errors import ChangeRefused, NotAllowed, NotAuthenticated, ReplayRefused, SettingsError
 from ..identities import looks_like, may
-from ..letters.editing import edited
+from ..letters.editing import arguments_of, edited
 from ..reasons import ALTERED, EXPIRED_EARLY, OTHER_CELL, UNSIGNED
 from ..store import archive, dead_letters, discards, edits, erasure, operations
 from ..store.letter_messages import NEVER, stored_message
 from ..store.outbox import EXTERNAL
 from ..store.statements import driver_error, repeatable
 from ..streams.declaring import TASK_PREFIX
-from ..wire import keys
+from ..wire import encoding, keys
 from ..wire.headers import FINGERPRINT_HEADER
 from ..wire.keys import HTTP_TASK, OperationId
 from ..worker.calls import KeyedTask
@@ -132,6 +132,7 @@ def approve_edit(app: Celery, person: Person, letter: int, asked_for: int) -> No
                 f"dead letter {letter}: its message is another one since {asked.edited_by!r} asked; ask again"
             )
         id, record = _operation(app, connection, row)
+        _check_still(app, row, id, asked)
         found = _Editable(row, id, record, _fingerprint_of(row), asked.after, asked.fingerprint_after)
         if not edits.approve(connection, asked.id, by=person.name):
             raise ChangeRefused(f"dead letter {letter}: another person has to approve")
@@ -240,6 +241,16 @@ def _checked(app: Celery, connection: Connection, row: Row[Any], corrected: str)
         raise ChangeRefused(str(refused)) from None
     after, fingerprint = edited(task, message, corrected, id)
     return _Editable(row, id, record, _fingerprint_of(row), after, fingerprint)
+
+
+def _check_still(app: Celery, row: Row[Any], id: OperationId, asked: Row[Any]) -> None:
+    """Raise `ChangeRefused` for what was asked for before a deploy, if the task of today makes something else of it, or refuses it."""
+    found = arguments_of(stored_message(row.id, asked.after))
+    args, kwargs, _ = found if found is not None else ([], {}, None)
+    text = encoding.dumps({"args": args, "kwargs": kwargs})
+    _, fingerprint = edited(app.tasks[id.task], stored_message(row.id, row.payload), text, id)
+    if fingerprint != asked.fingerprint_after:
+        raise ChangeRefused(f"dead letter {row.id}: its task has changed since {asked.edited_by!r} asked; ask again")
 
 
 def _fingerprint_of(row: Row[Any]) -> str | None:
