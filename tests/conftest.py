@@ -75,7 +75,9 @@ def pytest_configure() -> None:
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """Name a failure when it happens: a run that is cut short has no summary."""
     if report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
-        print(f"\nfailed: {report.nodeid} ({report.when})", flush=True)  # noqa: T201
+        where = getattr(report.longrepr, "reprcrash", None)  # at once: whoever ends the run sees no summary
+        why = where.message.partition("\n")[0] if where else ""
+        print(f"\nfailed: {report.nodeid} ({report.when}) {why}"[:400], flush=True)  # noqa: T201
 
 
 @pytest.hookimpl(tryfirst=True)  # before those that are long are left out
