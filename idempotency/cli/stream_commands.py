@@ -86,7 +86,7 @@ def status(
                 row.consumer,
                 f"{row.topic}/{row.partition}",
                 row.position,
-                _lag(row.lag, row.lease_left),
+                _lag(row.lag, is_least=bool(row.lag_is_least)),
                 _owner(row.owner, row.lease_left),
                 row.advanced_at,
                 row.stopped,
@@ -96,11 +96,11 @@ def status(
     )
 
 
-def _lag(seen: int | None, lease_left: float | None) -> str:
+def _lag(lag: int | None, *, is_least: bool) -> str:
     """How many messages wait, as far as anyone knows: only who reads a partition sees what comes to it."""
-    if lease_left is not None and lease_left > 0:
-        return "" if seen is None else f"{seen:,}"
-    return f"{seen:,} or more" if seen else "not known"
+    if lag is None:
+        return "not known"
+    return f"{lag:,} or more" if is_least else f"{lag:,}"
 
 
 def _owner(owner: str | None, lease_left: float | None) -> str:

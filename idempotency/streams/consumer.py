@@ -299,7 +299,8 @@ class Consumer:
     def _pass(self, partition: Partition, to: int, counted_as: str) -> None:
         """Move the position past a message whose operation had already ended."""
         with self._runtime.autocommit() as connection:
-            is_mine = streams.pass_over(connection, partition.held, to, lease=self._runtime.settings.lease)
+            lease = self._runtime.settings.lease
+            is_mine = streams.pass_over(connection, partition.held, to, lease=lease, end=partition.end)
         if not is_mine:
             raise PartitionLost(partition.place)
         partition.moved(to)

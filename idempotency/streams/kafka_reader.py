@@ -22,11 +22,11 @@ from .holdings import At, Holdings, until_moved
 from .kafka_options import configuration
 from .message import NAME_NOT_UTF8, StreamMessage
 from .partition import Partition
-from .reader import AHEAD, OVERTAKEN
+from .reader import AHEAD, LOOK, OVERTAKEN
 from .sources import KafkaTopics
 
-# Seconds for one question to the broker.
-ANSWER = 10.0
+# Seconds for one question to the broker, and for one that nothing waits for.
+ANSWER, SOON = 10.0, 1.0
 # Seconds between two tries to take a partition that the group has given to this process.
 TAKE_AGAIN = 1.0
 # Seconds between two copies of the positions to the broker.
@@ -54,6 +54,7 @@ class KafkaReader:
         self._refused_at: set[At] = set()
         self._take_at = 0.0
         self._copy_at = 0.0
+        self._ends_at, self._asked_at = 0.0, time.monotonic() + LOOK
         self._to_copy: dict[At, int] = {}
         self._failed: Any = None
         options = configuration(source, holdings.runtime.settings, name=holdings.stream.name, instance=instance)
@@ -99,7 +100,7 @@ class KafkaReader:
             if partition.stopped is not None:
                 return partition
             low, high = self._watermarks(at)
-            partition.end = high
+            self._holdings.note_end(partition, high)
             # `low` also of `latest`: what was there then has a position
             if partition.held.position is None and not self._holdings.begin(partition, low):
                 raise BrokerUnavailable("another process has begun the partition")
@@ -132,9 +133,9 @@ class KafkaReader:
             raise BrokerUnavailable(found.error.name())
         return sorted(found.partitions)
 
-    def _watermarks(self, at: At) -> tuple[int, int]:
+    def _watermarks(self, at: At, *, timeout: float = ANSWER) -> tuple[int, int]:
         try:
-            found = self._consumer.get_watermark_offsets(self._kafka.TopicPartition(*at), timeout=ANSWER)
+            found = self._consumer.get_watermark_offsets(self._kafka.TopicPartition(*at), timeout=timeout)
         except self._kafka.KafkaException as error:
             raise BrokerUnavailable(error.args[0].name()) from error
         if found is None:
@@ -209,6 +210,7 @@ class KafkaReader:
         for message in [] if first is None else [first, *rest]:
             self._received(message)  # of all of them, before anything is asked of Postgres
         self._stop_refused()
+        self._note_ends()
         self._copy()
         if self._failed is not None:
             raise SettingsError(f"Kafka: {self._failed.str()}")
@@ -223,7 +225,7 @@ class KafkaReader:
             return  # from before it was taken
         key, value, (kind, created) = message.key(), message.value(), message.timestamp()
         headers, unread = _headers_of(message)
-        partition.end = max(partition.end or 0, message.offset() + 1)
+        self._holdings.note_end(partition, message.offset() + 1)
         partition.add(
             [
                 StreamMessage(
@@ -237,6 +239,30 @@ class KafkaReader:
                 )
             ]
         )
+
+    def _note_ends(self) -> None:
+        """Note where the topics end: what comes with each answer, and, of those that are not fetched, by a question from time to time."""
+        if (now := time.monotonic()) < self._ends_at:
+            return
+        self._ends_at = now + COPY
+        is_asked = now >= self._asked_at
+        if is_asked:
+            self._asked_at = now + LOOK
+        for at in sorted(self._assigned):
+            if (partition := self._holdings.get(at)) is None or partition.is_lost:
+                continue
+            try:
+                if at in self._paused and is_asked:
+                    self._holdings.note_end(partition, self._watermarks(at, timeout=SOON)[1])
+                elif at not in self._paused and (high := self._seen(at)) >= 0:
+                    self._holdings.note_end(partition, high)
+            except BrokerUnavailable:  # asked again at the next look: nothing is late for it
+                is_asked = False
+
+    def _seen(self, at: At) -> int:
+        """Where the topic ends by the last answer of the broker that had something of it; negative: none has come."""
+        found = self._consumer.get_watermark_offsets(self._kafka.TopicPartition(*at), cached=True)
+        return -1 if found is None else int(found[1])
 
     def _refused(self, error: Any, at: At, partition: Partition | None) -> None:
         """The broker refuses something about a partition."""

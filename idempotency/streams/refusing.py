@@ -51,7 +51,7 @@ def refuse(
             letters.store_message(connection, _letter(runtime, stream, refused, digest, tenant, generation))
         passes = goes_on or is_open is False
         if passes:
-            streams.advance(connection, partition.held, to, lease=settings.lease)
+            streams.advance(connection, partition.held, to, lease=settings.lease, end=partition.end)
         elif is_open is None:
             _check_owner(connection, partition)
     if is_open is None:
