@@ -5,9 +5,11 @@ Exit status 0: done. 1: refused or not found, with one line on stderr. 2: the co
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Sequence
+from typing import Annotated, Any
 
 import typer
+from sqlalchemy import Row
 
 from ..application import runtime_of, settings_of
 from ..checks.startup import require_safe_setup
@@ -16,10 +18,13 @@ from ..observe.logs import log
 from ..operate.change import Change
 from ..operate.money import stream_moves_money
 from ..operate.seek import forget_position, needs_token, seek_stream
-from ..store import streams as stored
+from ..store import stream_status as stored
 from ..store.overview import monitoring_connection
 from ..store.stream_places import Place
+from ..streams.claimed import said
+from ..streams.declaring import TASK_PREFIX
 from ..streams.process import chosen, run_streams
+from ..text import number_of
 from ..upkeep.presence import SignOfLife
 from .options import ActorOption, AppOption, JsonOption, ReasonOption, RequestOption
 from .proof import proven_if
@@ -75,8 +80,10 @@ def status(
     settings = settings_of(application(app))
     with monitoring_connection(settings) as connection:
         rows = stored.status(connection, settings.service, name)
+        tasks = {TASK_PREFIX + row.consumer for row in rows}
+        claims = stored.claimed_elsewhere(connection, settings.service, tasks)
     if as_json:
-        print_json([dict(row._mapping) for row in rows])
+        print_json([dict(row._mapping) | {"claimed_elsewhere": _claims_of(row.consumer, claims)} for row in rows])
         return
     columns = ("stream", "partition", "position", "lag", "handled by", "last moved", "stopped")
     print_table(
@@ -94,6 +101,21 @@ def status(
             for row in rows
         ],
     )
+    for row in claims:
+        many = number_of(row.messages, "message is", "messages are")
+        until = f"for {row.lease_left:.0f} s more" if row.lease_left > 0 else "which is over"
+        console.print(
+            f"{row.task.removeprefix(TASK_PREFIX)}: {many} under a claim of {said(row.holder)}, {until}; it has no partition, and "
+            "may have died. Who has the partition waits for that, unless it or a relay proves the death"
+        )
+
+
+def _claims_of(consumer: str, claims: Sequence[Row[Any]]) -> list[dict[str, Any]]:
+    return [
+        {"holder": said(row.holder), "messages": row.messages, "lease_left": row.lease_left}
+        for row in claims
+        if row.task == TASK_PREFIX + consumer
+    ]
 
 
 def _lag(lag: int | None, *, is_least: bool) -> str:
@@ -107,8 +129,7 @@ def _owner(owner: str | None, lease_left: float | None) -> str:
     """Host and process of an owner, and whether it is silent."""
     if owner is None or lease_left is None:
         return "no one"
-    host, _, _, pid, _ = (owner.split("|") + [""] * 5)[:5]
-    return f"{host} {pid}" if lease_left > 0 else f"{host} {pid}, silent for {-lease_left:.0f} s"
+    return said(owner) if lease_left > 0 else f"{said(owner)}, silent for {-lease_left:.0f} s"
 
 
 @group.command()

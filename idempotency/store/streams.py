@@ -160,17 +160,6 @@ SELECT topic, partition, fence, owner, (locked_until < clock_timestamp()) IS TRU
 WHERE service = %(service)s AND consumer = %(consumer)s ORDER BY topic, partition
 """
 
-_STATUS = f"""
-SELECT consumer, topic, partition, position, end_position,
-       CASE WHEN end_position > position OR end_position = position AND locked_until > clock_timestamp()
-            THEN end_position - position END AS lag,
-       CASE WHEN end_position > position THEN (locked_until > clock_timestamp()) IS NOT TRUE END AS lag_is_least, owner, fence,
-       extract(epoch FROM locked_until - clock_timestamp())::float8 AS lease_left, stopped, advanced_at
-FROM idempotency.stream_positions WHERE service = %(service)s AND (%(consumer)s::text IS NULL OR consumer = %(consumer)s)
-  AND {IS_SHOWN}
-ORDER BY consumer, topic, partition
-"""
-
 _LOCK = f"""
 SELECT position, fence, owner, locked_until > clock_timestamp() AS is_owned, {IS_SHOWN} AS is_shown
 FROM idempotency.stream_positions WHERE {THIS_PLACE} FOR UPDATE
@@ -315,15 +304,6 @@ def owners(connection: Connection, service: str, consumer: str) -> Sequence[Row[
     """Topic, partition, fence and owner of each of a consumer's partitions, and whether the owner's lease `is_over`."""
     rows: Sequence[Row[Any]] = execute(connection, _OWNERS, {"service": service, "consumer": consumer}).fetchall()
     return rows
-
-
-def status(connection: Connection, service: str, consumer: str | None = None) -> Sequence[Row[Any]]:
-    """Where the consumers of `service` are: a row for each partition. `lag` in messages, `lease_left` in seconds.
-
-    `lag` is None where it is not known; `lag_is_least` where no owner looks, so that more may have come.
-    """
-    fields = {"service": service, "consumer": consumer}
-    return connection.exec_driver_sql(_STATUS, fields).all()
 
 
 def lock(connection: Connection, place: Place) -> Row[Any] | None:

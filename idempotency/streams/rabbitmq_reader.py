@@ -134,7 +134,11 @@ class RabbitReader:
         """Note where `latest` is, of all partitions at once. Raises `BrokerUnavailable` and SQLAlchemy's errors."""
         if not self._holdings.has_begun(self._source.name):
             try:
-                ends = {number: end for _, number in self._every if (end := self._ends.latest(self._source.queue(number))) is not None}
+                ends = {
+                    number: end
+                    for _, number in self._every
+                    if (end := self._ends.latest(self._source.queue(number))) is not None
+                }
             except BROKER_ERRORS as error:
                 raise BrokerUnavailable(reason(error)) from error
             self._holdings.begin_topic(self._source.name, ends)

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from idempotency.cli.root import cli
-from idempotency.store import streams
+from idempotency.store import stream_status, streams
 from idempotency.streams import kafka_reader, rabbitmq_ends
 from idempotency.upkeep.backlog import Backlog
 from tests.streams.conftest import Make
@@ -22,7 +22,7 @@ KINDS = ("rabbitmq", pytest.param("kafka", marks=pytest.mark.long))
 
 def seen(streaming: Streaming) -> tuple[int | None, bool | None]:
     with streaming.engine.connect() as connection:
-        rows = streams.status(connection, "bank")
+        rows = stream_status.status(connection, "bank")
     return (rows[0].lag, rows[0].lag_is_least) if rows else (None, None)
 
 
