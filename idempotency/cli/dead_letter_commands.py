@@ -22,6 +22,7 @@ from ..operate.replay import replay, to_confirm
 from ..store import dead_letters, discards
 from ..store.dead_letters import Group, Selection
 from ..store.statements import repeatable
+from ..streams.message import kept_at
 from ..text import attempts_made, number_of
 from ..upkeep import reports
 from .archive import archive_letters, restore_letters
@@ -123,6 +124,7 @@ def show_letter(
     check_service(runtime_of(celery), [letter], service)
     with runtime_of(celery).autocommit() as connection:
         fields = dead_letters.show(connection, letter)._asdict()
+        fields |= kept_at(fields["headers"])
         if (request := discards.pending_request(connection, letter)) is not None:
             fields |= {f"discard_{name}": value for name, value in request._asdict().items()}
     if as_json:

@@ -140,7 +140,10 @@ def seek(
     to: Annotated[int, typer.Option(min=0, help="The offset of the next message.")],
     topic: Annotated[str, typer.Option(help="The topic of Kafka, or the stream of RabbitMQ.")],
     partition: Annotated[int, typer.Option(min=0)] = 0,
-    take: Annotated[bool, typer.Option("--take", help="Also from a process that handles it now.")] = False,
+    take: Annotated[
+        bool,
+        typer.Option("--take", help="Also from a process that handles it now; it reads again within some seconds."),
+    ] = False,
     app: AppOption = "",
     request_id: RequestOption = None,
     as_json: JsonOption = False,
@@ -156,8 +159,13 @@ def seek(
         what=f"stream {name}",
     )
     before = seek_stream(celery, name, topic, partition, to, change, take=take)
+    with monitoring_connection(settings) as connection:
+        every = stored.status(connection, settings.service, name)
+    ends = [row.end_position for row in every if (row.topic, row.partition) == (topic, partition)]
+    is_beyond = bool(ends) and ends[0] is not None and to > ends[0]
     if as_json:
-        print_json({"stream": name, "topic": topic, "partition": partition, "from": before, "to": to})
+        moved = {"stream": name, "topic": topic, "partition": partition, "from": before, "to": to}
+        print_json(moved | {"is_beyond_end": is_beyond})
         return
     console.print(f"{name}: {topic}/{partition} goes on from {to}, was at {before}")
     if before is not None and to < before:
@@ -166,6 +174,10 @@ def seek(
         )
     elif before is not None and to > before:
         console.print("what is between the two is not handled")
+    if is_beyond:
+        console.print(
+            f"beyond its end, {ends[0]} as far as is known: the partition stops, unless there is a message {to} by then"
+        )
 
 
 @group.command()

@@ -28,7 +28,7 @@ from .holdings import At, Holdings, until_moved
 from .partition import Partition
 from .rabbitmq_ends import REFUSED, TAG, Ends
 from .rabbitmq_message import OFFSET_HEADER, as_stream_message, offset_of
-from .reader import AHEAD, OVERTAKEN
+from .reader import AHEAD, BEYOND, OVERTAKEN
 from .sharing import leave, shares
 from .sources import RabbitStream
 
@@ -227,7 +227,7 @@ class RabbitReader:
                 return True
             where = f"position {partition.position}, and the next message that RabbitMQ has is {offset}"
             is_new = offset < partition.position
-            why = "the stream was recreated" if is_new else OVERTAKEN
+            why = BEYOND if is_new else OVERTAKEN
             self._stop(at, partition, until_moved(f"{where}: {why}"))
             return False
         if offset == last + 1 or last == anchor:
@@ -251,7 +251,7 @@ class RabbitReader:
             self._unsubscribe(at)
             self._subscribe(at, partition, after=subscription.anchor)
         elif end < partition.position:
-            why = f"position {partition.position}, and the stream of RabbitMQ ends at {end}: it was recreated"
+            why = f"position {partition.position}, and the stream of RabbitMQ ends at {end}: {BEYOND}"
             self._stop(at, partition, until_moved(why))
 
     def _stop(self, at: At, partition: Partition, why: str) -> None:

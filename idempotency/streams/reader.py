@@ -12,6 +12,7 @@ AHEAD = 2
 LOOK = 10.0
 # Why a partition stops.
 OVERTAKEN = "retention has overtaken it, and messages are gone"
+BEYOND = "it was recreated, or the position was moved beyond its end"
 
 
 class Reader(Protocol):

@@ -17,6 +17,8 @@ from .message import VALUE_KEPT
 from .partition import Partition
 from .preparing import Refused
 
+# Refused before it was known for which operation a message is.
+WITHOUT_OPERATION = ("beyond_limit", "undecodable", "missing_key", "invalid_key")
 # The letter's error, by its reason.
 EXPLANATIONS = {
     "beyond_limit": "beyond a limit, so it was not decoded, and only its beginning is kept",
@@ -24,7 +26,7 @@ EXPLANATIONS = {
     "missing_key": "no idempotency key",
     "invalid_key": "the idempotency key or the tenant breaks a rule",
     OTHER_CELL: OF_MESSAGES[OTHER_CELL],
-    "fingerprint_mismatch": "this idempotency key was used with another value",
+    "fingerprint_mismatch": "this idempotency key was used with another value; only a message with another key can be handled",
     "service_mismatch": "this idempotency key is used by another application in this database",
 }
 
