@@ -19,7 +19,7 @@ from idempotency.http.problems import Answer, Refused, problem
 from idempotency.operate import discard
 from idempotency.operate.change import Change, check_service
 from idempotency.operate.people import Person
-from idempotency.operate.replay import NotConfirmed, replay
+from idempotency.operate.replay import NotConfirmed, replay, to_confirm
 from idempotency.store import dead_letters
 from idempotency.store.dead_letters import Selection
 from idempotency.store.statements import describe
@@ -88,10 +88,18 @@ def replay_letters(person: Operator, letters: Replayed, request: Request) -> Out
     def replay_one(letter: int) -> None:
         id = _request_id(request, letter)
         change = Change(person.name, letters.reason, id, is_verified=True, check_person=person.check)
+        said = {
+            "declined": letters.even_if_declined,
+            "cancelled": letters.even_if_declined,
+            "to_be_edited": letters.unedited,
+        }
+        with runtime_of(celery).autocommit() as connection:
+            confirmed = [each for each in to_confirm(connection, [letter]) if said[each.was]]
         try:
-            replay(celery, letter, change, confirmed=None if letters.even_if_declined else ())
+            replay(celery, letter, change, confirmed=confirmed)
         except NotConfirmed as refused:
-            raise NotConfirmed(f'{refused}. To do so, send "even_if_declined": true') from None
+            field = "unedited" if refused.was == "to_be_edited" else "even_if_declined"
+            raise NotConfirmed(f'{refused}. To do so, send "{field}": true') from None
 
     return _each(letters, replay_one)
 

@@ -2,7 +2,8 @@
 
 Refusals are audited and counted, those of one network together: a computer has 2^64 addresses of IPv6. Only they are:
 guesses from behind a proxy stop no operator who shares it, and cannot fill the audit table. Tokens for which the issuer has to be
-asked wait in a line of their own, which guesses can fill while it is silent; then an operator gets 429 whose key is not kept.
+asked wait in a line of their own, which guesses can fill while it is silent, and so can all others while the database is slow: then
+an operator gets 429, before a key is looked at. So does one who asks too often.
 """
 
 from __future__ import annotations

@@ -151,6 +151,9 @@ class Replayed(Letters):
     even_if_declined: Annotated[
         bool, Field(description="Also what was declined or cancelled, which may then happen after all.")
     ] = False
+    unedited: Annotated[
+        bool, Field(description="Also what somebody has asked to edit: the message is sent without the edit.")
+    ] = False
 
 
 class Refusal(BaseModel):

@@ -17,6 +17,7 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from billiard.exceptions import SoftTimeLimitExceeded
@@ -42,7 +43,7 @@ from .runtime import Runtime
 from .session import LEADING, sessions_of
 
 # The body of a delivery, given by its place in the batch.
-BatchBody = Callable[[int, Attempt], Any]
+BatchBody = Callable[[int, "BatchedAttempt"], Any]
 # What a body has SET would be so for the next ones.
 _SETS = re.compile(LEADING + r"(?:set|reset|discard|do)\b|.*\bset_config\b", re.IGNORECASE | re.DOTALL)
 # A call of `idempotency.about`, as `enqueue` makes one, and the name of the parameter that is its tenant.
@@ -87,6 +88,8 @@ class BatchedAttempt(Attempt):
     has_rolled_back = False
     # Whether the transaction may be about another tenant, too.
     is_about_others = False
+    # Its span, which is noted with its end.
+    trace: str | None = None
 
     def check_may_begin(self) -> None:
         self.leave()
@@ -268,7 +271,8 @@ class _Batch:
     ) -> tuple[Any, str] | None:
         """Run a body. Returns its result, also as text; None: it cannot stay, and nothing of it does."""
         try:
-            return self._run_one(connection, place, attempt, savepoint=savepoint)
+            body = partial(self._body, place)
+            return run_within(self._runtime, connection, attempt, body, savepoint=savepoint)
         except SoftTimeLimitExceeded:
             raise
         except Exception as error:
@@ -279,23 +283,18 @@ class _Batch:
             return None
 
     def _complete(self, connection: Connection, written: dict[int, tuple[Any, str]]) -> None:
-        for place in written:
-            self._attempts[place].check_lease()
+        attempts = [self._attempts[place] for place in written]
+        for attempt in attempts:
+            attempt.check_lease()
         batches.complete(
             connection,
-            [self._attempts[place].claim for place in written],
+            [attempt.claim for attempt in attempts],
             [stored for _, stored in written.values()],
+            [attempt.trace for attempt in attempts],
             retention=self._policy.retention_completed,
             lease=self._runtime.settings.lease,
         )
         crash_point("finish.written")
-
-    def _run_one(
-        self, connection: Connection, place: int, attempt: BatchedAttempt, *, savepoint: bool
-    ) -> tuple[Any, str]:
-        return run_within(
-            self._runtime, connection, attempt, lambda attempt: self._body(place, attempt), savepoint=savepoint
-        )
 
 
 def run_within(

@@ -16,13 +16,13 @@ from sqlalchemy.exc import TimeoutError as PoolTimeout
 from ..observe.logs import log
 from ..observe.traces import PARENT_HEADER, Kind, Span, Traces
 from ..store import traces as stored
-from ..store.answers import Busy, Completed, Failed
+from ..store.answers import Busy, Claimed, Completed, Failed
 from ..store.statements import is_news
 from ..wire.delivery import Delivery
 from ..wire.headers import ORIGIN_HEADER
 from ..wire.keys import HTTP_TASK, OperationId
 from .attempt import Attempt
-from .batch import BatchBody
+from .batch import BatchBody, BatchedAttempt
 from .endings import Ended, Ending, Fail, Finished, Release
 from .runtime import Runtime
 
@@ -72,8 +72,8 @@ class BatchSpans:
         self._body = body
         self._spans: dict[int, Span] = {}
 
-    def run(self, place: int, attempt: Attempt) -> Any:
-        """Run one body, perhaps once more."""
+    def run(self, place: int, attempt: BatchedAttempt) -> Any:
+        """Run one body, perhaps once more. Its span is noted with its end, so that it costs no statement of its own."""
         if self._traces is None:
             return self._body(place, attempt)
         if (span := self._spans.get(place)) is None:
@@ -81,6 +81,9 @@ class BatchSpans:
             attributes = attributes_of(delivery) | {"messaging.batch.message_count": len(self._deliveries)}
             span = self._traces.open(_name(delivery), "consumer", headers=delivery.headers, attributes=attributes)
             self._spans[place] = span
+        if span.is_recording:
+            span.note(_of_claim(attempt.claim))
+            attempt.trace = None if self._traces.is_without_links else span.headers().get(PARENT_HEADER)
         with span.entered():
             return self._body(place, attempt)
 
@@ -96,18 +99,20 @@ def note_attempt(traces: Traces, attempt: Attempt) -> None:
     claim, span = attempt.claim, traces.current()
     if not span.is_recording:
         return
-    span.note(
-        {
-            "idempotency.attempt": claim.attempts,
-            "idempotency.fence": claim.fence,
-            "idempotency.generation": claim.generation,
-            "idempotency.taken_over": claim.taken_over,
-        }
-    )
+    span.note(_of_claim(claim))
     own = span.headers().get(PARENT_HEADER)
     if own is not None:
         earlier = _asked(attempt.runtime, claim.id, lambda connection: stored.note(connection, claim, own))
         _link(span, earlier, "earlier_attempt")
+
+
+def _of_claim(claim: Claimed) -> dict[str, str | int | bool]:
+    return {
+        "idempotency.attempt": claim.attempts,
+        "idempotency.fence": claim.fence,
+        "idempotency.generation": claim.generation,
+        "idempotency.taken_over": claim.taken_over,
+    }
 
 
 def applied(traces: Traces, ending: Ending, attempt: Attempt) -> Finished | Ended | Release:

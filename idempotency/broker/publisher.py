@@ -20,7 +20,9 @@ from celery import Celery
 from pydantic import SecretStr
 
 from ..observe.crash_points import crash_point
-from ..wire.headers import COPIES, MARKER_HEADER, OUTBOX_HEADER, SIGNATURE_HEADER
+from ..wire.fitness import first_unfit
+from ..wire.headers import COPIES, FINGERPRINT_HEADER, MARKER_HEADER, OUTBOX_HEADER, SIGNATURE_HEADER
+from ..wire.limits import beyond_limits
 from ..wire.message import Message
 from ..wire.signing import sign
 from .batch import REFUSAL_LIMIT, Published, Refusal
@@ -164,7 +166,16 @@ class Publisher(BrokerChannel):
         if self._confirms:
             self._check_frame(message)
             options["mandatory"] = message.route.get("mandatory", True)
+        self._check_arrival(message)
         return prepared, options
+
+    def _check_arrival(self, message: Message) -> None:
+        """Raise `ValueError` for what no worker would take: what was stored before callers were refused it, say."""
+        why = beyond_limits(message.headers, None, body_limit=0)
+        if why is None and FINGERPRINT_HEADER in message.headers:  # else no task's of ours
+            why = first_unfit(message.headers, self._app.timezone)
+        if why is not None:
+            raise ValueError(why)
 
     def _check_frame(self, message: Message) -> None:
         """Raise `ValueError` for headers that do not fit into one frame: the broker would close the whole connection."""

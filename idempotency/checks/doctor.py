@@ -32,6 +32,7 @@ from .settings import (
     check_content,
     check_pool_size,
     check_restored,
+    check_routes,
     check_schedule,
     check_webhooks,
     read_settings,
@@ -122,6 +123,7 @@ def check_configuration(app: Celery, given: Settings | None) -> list[Finding]:
         *check_options(tasks),
         *check_content(app),
         *check_schedule(app, tasks),
+        *check_routes(app, tasks),
     ]
     # what handles streams alone has no worker
     has_worker = bool(tasks) or not declared_streams()

@@ -12,6 +12,7 @@ from ..errors import InvalidArguments, SettingsError, WrongCell
 from ..settings import PREFIX, Settings, secrets
 from ..wire import keys
 from ..worker.task import IdempotentTask
+from ..worker.using import DROPPING
 from .findings import Finding, ok, refusal, warning
 
 _SETTING_RULES: tuple[tuple[str, Any, str], ...] = (
@@ -62,11 +63,10 @@ def check_schedule(app: Celery, tasks: list[IdempotentTask]) -> list[Finding]:
     findings = []
     for entry_name, entry in (app.conf.beat_schedule or {}).items():
         fields = entry if isinstance(entry, Mapping) else vars(entry)
-        expires = (fields.get("options") or {}).get("expires")
         if (task := known.get(str(fields.get("task")))) is None:
             continue
-        if expires is not None:
-            found = f"expires={expires!r} for the idempotent task {task.name}, need none"
+        for name, value in _dropping(fields.get("options") or {}):
+            found = f"{name}={value!r} for the idempotent task {task.name}, need none"
             findings.append(refusal(f"beat_schedule {entry_name}", found, "each tick would be refused"))
         try:
             keys.bind(task.signature_of_run, fields.get("args") or (), fields.get("kwargs") or {})
@@ -75,6 +75,28 @@ def check_schedule(app: Celery, tasks: list[IdempotentTask]) -> list[Finding]:
                 found = f"{error} of the idempotent task {task.name}"
                 findings.append(refusal(f"beat_schedule {entry_name}", found, "each tick would be refused"))
     return findings
+
+
+def check_routes(app: Celery, tasks: list[IdempotentTask]) -> list[Finding]:
+    """Routes whose options would have the broker drop a message: Celery adds them when no one looks at it any more."""
+    findings = []
+    for task in tasks:
+        for name, value in _dropping(_routed(app, task)):
+            found = f"{name}={value!r} for the idempotent task {task.name}, need none"
+            findings.append(refusal("task_routes", found, "an accepted operation is never dropped"))
+    return findings
+
+
+def _routed(app: Celery, task: IdempotentTask) -> Mapping[str, Any]:
+    try:
+        routed: dict[str, Any] = app.amqp.router.route({}, task.name, (), {}, task)
+    except Exception:  # a function that wants arguments, or a queue that is missing, which is said elsewhere
+        return {}
+    return routed
+
+
+def _dropping(options: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    return [(name, options[name]) for name in DROPPING if options.get(name) is not None]
 
 
 def check_cell(app: Celery, given: Settings) -> list[Finding]:

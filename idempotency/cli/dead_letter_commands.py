@@ -18,7 +18,7 @@ from ..operate import discard
 from ..operate.change import Change, check_service
 from ..operate.money import letters_move_money
 from ..operate.people import authenticate
-from ..operate.replay import replay, to_confirm
+from ..operate.replay import NotConfirmed, replay, to_confirm
 from ..store import dead_letters, discards
 from ..store.dead_letters import Group, Selection
 from ..store.statements import repeatable
@@ -148,6 +148,10 @@ def replay_letters(
     yes: Annotated[
         bool, typer.Option("--yes", help="Also what was declined or cancelled, without being asked.")
     ] = False,
+    unedited: Annotated[
+        bool,
+        typer.Option("--unedited", help="Also what somebody has asked to edit, without the edit. Name the letters."),
+    ] = False,
     reason: Annotated[str, typer.Option(help="Why; kept in the audit table.")] = "replay",
     request_id: RequestOption = None,
     app: AppOption = "",
@@ -155,26 +159,40 @@ def replay_letters(
 ) -> None:
     """Send dead letters again, each under the same key and in its own transaction.
 
-    Of what was declined or cancelled, it says what a replay does, and asks. Where money is moved: your token, IDEMPOTENCY_TOKEN.
+    Of what was declined or cancelled, it says what a replay does, and asks. What waits for an edit is left out without --unedited.
+    Where money is moved: your token, IDEMPOTENCY_TOKEN.
     """
+    if unedited and not ids:
+        raise typer.BadParameter("--unedited: name the dead letters; filters leave out what somebody has asked to edit")
     celery = application(app)
     chosen = choose(celery, ids, Selection("open", task_named(celery, task), error, service, tenant), limit)
     with runtime_of(celery).autocommit() as connection:
-        unconfirmed = to_confirm(connection, chosen)
+        found = to_confirm(connection, chosen)
+    to_edit = [each for each in found if each.was == "to_be_edited"]
+    left = [] if unedited else to_edit
+    out = {each.letter for each in left}
+    unconfirmed = [each for each in found if each not in to_edit and each.letter not in out]
     by = Change(actor, reason)
     if not dry_run:
         what = "one of these dead letters" if (one := single_of(ids)) is None else f"dead letter {one}"
         by = proven_if(celery, by, lambda own: letters_move_money(celery, own, chosen), action="replay", what=what)
         if unconfirmed:
-            confirm(warnings(unconfirmed, len(chosen)), yes=yes)
+            confirm(warnings(unconfirmed, len(chosen) - len(out)), yes=yes)
 
     def replay_one(letter: int) -> dict[str, Any]:
         change = replace(by, request_id=None if request_id is None else f"{request_id}:{letter}")
-        return document_of(letter, "replayed", replay(celery, letter, change, confirmed=unconfirmed))
+        try:
+            id = replay(celery, letter, change, confirmed=unconfirmed if left else [*unconfirmed, *to_edit])
+        except NotConfirmed as refused:
+            if refused.was != "to_be_edited":
+                raise
+            raise NotConfirmed(f"{refused}; to do so, name it and give --unedited") from None
+        return document_of(letter, "replayed", id)
 
     each_of(
-        chosen, replay_one, "replayed", single=single_of(ids), dry_run=dry_run, as_json=as_json, unconfirmed=unconfirmed
-    )
+        chosen, replay_one, "replayed", single=single_of(ids), dry_run=dry_run, as_json=as_json, unconfirmed=unconfirmed,
+        left=left,
+    )  # fmt: skip
 
 
 @letters.command("discard")

@@ -65,16 +65,20 @@ def each_of(
     dry_run: bool,
     as_json: bool,
     unconfirmed: Sequence[ToConfirm] = (),
+    left: Sequence[ToConfirm] = (),
 ) -> None:
-    """Do the work for each, in its own transaction; a refusal does not stop the others."""
+    """Do the work for each, in its own transaction; a refusal does not stop the others. `left`: what the work will refuse."""
     if dry_run:
+        chosen = [letter for letter in chosen if letter not in {each.letter for each in left}]
         if as_json:
-            kinds = {one.was: [each.letter for each in unconfirmed if each.was == one.was] for one in unconfirmed}
+            found = [*unconfirmed, *left]
+            kinds = {one.was: [each.letter for each in found if each.was == one.was] for one in found}
             print_json({"dry_run": True, done: chosen} | kinds)
         else:
             named = f" (dead letters {', '.join(map(str, chosen))})" if chosen else ""
             some = f"; of these, {counted(unconfirmed)}" if unconfirmed else ""
-            console.print(f"would be {done}: {len(chosen)}{named}{some}", soft_wrap=True)
+            out = f"; left out: {counted(left)}" if left else ""
+            console.print(f"would be {done}: {len(chosen)}{named}{some}{out}", soft_wrap=True)
         return
     if single is not None:
         document = work(single)

@@ -65,6 +65,6 @@ def warnings(found: Sequence[ToConfirm], chosen: int) -> str:
 
 
 def counted(found: Sequence[ToConfirm]) -> str:
-    """How many were declined, and how many cancelled."""
-    kinds = Counter(each.was for each in found)
+    """How many were declined, how many cancelled, and how many are to be edited."""
+    kinds = Counter(each.was.replace("_", " ") for each in found)
     return ", ".join(f"{kinds[was]} {'was' if kinds[was] == 1 else 'were'} {was}" for was in sorted(kinds))

@@ -8,7 +8,6 @@ from datetime import UTC, datetime
 from typing import Any
 
 from celery import Celery
-from celery.utils.time import maybe_iso8601, maybe_make_aware
 from kombu import Message
 
 from ..application import runtime_of
@@ -16,9 +15,9 @@ from ..errors import CallRefused, InvalidArguments, MissingKey, SettingsError, W
 from ..reasons import ALTERED, BEYOND_LIMIT, OTHER_CELL, UNSIGNED
 from ..wire import keys
 from ..wire.arriving import TooLarge, unreadable
+from ..wire.fitness import misplaced, time_of, unfit
 from ..wire.headers import (
     MESSAGE_VERSION,
-    MISPLACED,
     OUTBOX_HEADER,
     REFUSED_HEADER,
     SERVICE_HEADER,
@@ -28,7 +27,7 @@ from ..wire.headers import (
 )
 from ..wire.keys import OperationId
 from ..wire.limits import BODY_DEPTH, BODY_LIMIT, beyond_limits
-from ..wire.signing import signed_at
+from ..wire.signing import is_covered, signed_at
 from ..worker.task import IdempotentTask
 
 # A body has the arguments, and what Celery calls after the task with theirs.
@@ -39,8 +38,8 @@ _FOLLOWERS = ("callbacks", "errbacks", "chain", "chord")
 _CALLERS = frozenset(
     f"celery.{name}" for name in ("map", "starmap", "chunks", "group", "chain", "chord", "chord_unlock")
 )
-# What Celery logs, of any message, and Flower shows: ids, and a name to be shown instead of the task's.
-_SHOWN = ("id", "shadow", "root_id", "parent_id", "group")
+# How the bodies are encoded that we send; none said is read as this.
+_ENCODINGS = (None, "", "utf-8")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,29 +55,17 @@ class Examined:
 
 
 def disbelieved(app: Celery, message: Message) -> Examined | None:
-    """Why nothing is believed that a message says, if so: it is beyond a limit, or not signed by this application."""
+    """Why nothing is believed that a message says, if so: it is beyond a limit, or not signed by this application, or somebody has
+    added to a copy of what is."""
     headers = message.headers
     limit = max(BODY_LIMIT, BODY_PER_ARGUMENTS * runtime_of(app).settings.arguments_limit)
     if (beyond := beyond_limits(headers, message.body, body_limit=limit)) is not None:
         return Examined(BEYOND_LIMIT, detail=beyond)
-    if _is_ours(app, headers) and (forged := _forged(app, message)) is not None:
-        return Examined(forged)
-    return None
+    return _forged(app, message) if _is_ours(app, headers) else None
 
 
 def examine(app: Celery, message: Message) -> Examined:
     """Say whether a worker can run this message. A content type that is not accepted is never decoded."""
-    examined = _examined(app, message)
-    is_unfit = (
-        examined.reason == "invalid_header" and examined.detail != REFUSED_HEADER
-    )  # which the application itself has signed
-    if is_unfit and SIGNATURE_HEADER in message.headers and _is_ours(app, message.headers):
-        # what is signed is fit, so somebody has added this to a copy
-        return Examined(ALTERED, detail=examined.detail)
-    return examined
-
-
-def _examined(app: Celery, message: Message) -> Examined:
     if (refused := disbelieved(app, message)) is not None:
         return refused
     if (why := unreadable(message.properties, message.delivery_info)) is not None:
@@ -113,29 +100,20 @@ def _examined(app: Celery, message: Message) -> Examined:
         return Examined("unknown_task")
     if not isinstance(headers.get("id"), str) or not headers["id"]:
         return Examined("missing_id")
-    if (unfit := next((each for each in _SHOWN if not _is_fit_to_show(headers.get(each))), None)) is not None:
-        return Examined("invalid_header", detail=unfit)
-    if type(version) is not int:
-        return Examined("invalid_header")
-    try:
-        times = {name: time_of(app, headers[name]) for name in ("eta", "expires") if headers.get(name) is not None}
-        hard, soft = headers.get("timelimit") or (None, None)
-        float(hard or 0), float(soft or 0)
-        _check_stamps(headers)
-    except (ValueError, TypeError, AttributeError, OverflowError):
-        return Examined("invalid_header")
+    if isinstance(task, IdempotentTask) and headers.get(REFUSED_HEADER) is not None:
+        return Examined("invalid_header", detail=REFUSED_HEADER)  # by the application itself, which has signed it
+    if (found := next(unfit(headers, app.timezone), None)) is not None:
+        return Examined("invalid_header", detail=found[0])
     if not isinstance(task, IdempotentTask):
-        return Examined(_forged(app, message) if _calls_others(name, headers, payload) else None)
-    if not isinstance(headers.get("headers"), dict | None):
-        return Examined("invalid_header")
-    if (
-        misplaced := next((each for each in (*MISPLACED, REFUSED_HEADER) if headers.get(each) is not None), None)
-    ) is not None:
-        return Examined("invalid_header", detail=misplaced)
+        forged = _forged(app, message) if _calls_others(name, headers, payload) else None
+        return forged or Examined(None)
+    if (found := next(misplaced(headers), None)) is not None:
+        return Examined("invalid_header", detail=found[0])
     examined = _named(task, payload, headers)
     if examined.reason is None and _is_row_of_another(app, headers):
         return replace(examined, reason="other_service")
-    if examined.reason is None and "expires" in times and times["expires"] < datetime.now(UTC):
+    expires = headers.get("expires")
+    if examined.reason is None and expires is not None and time_of(expires, app.timezone) < datetime.now(UTC):
         # Celery would acknowledge it; an accepted operation is never just dropped
         return replace(examined, reason="expired")
     return examined
@@ -155,19 +133,37 @@ def _task_of(app: Celery, headers: Mapping[str, Any]) -> Any:
     return app.tasks.get(name) if isinstance(name := headers.get("task"), str) else None
 
 
-def _forged(app: Celery, message: Message) -> str | None:
-    """Why a message is not believed to be this application's: UNSIGNED or ALTERED."""
+def _forged(app: Celery, message: Message) -> Examined | None:
+    """Why a message is not believed to be this application's: UNSIGNED, or ALTERED.
+
+    What is not signed of it has to be as we send it: else somebody has added that to a copy, which belongs to no operation.
+    """
     headers, settings = message.headers, runtime_of(app).settings
     if not settings.message_secrets:
         return None
-    # what decides how the body is read is not signed: it has to be what we send, and to fit the body
-    is_read_as_signed = message.content_type == "application/json" and not message.errors
-    if is_read_as_signed and signed_at(headers, message.body, settings.message_secrets) is not None:
-        return None
-    if message.headers.get(SIGNATURE_HEADER) is not None:
-        return ALTERED
+    if _is_as_sent(message) and signed_at(headers, message.body, settings.message_secrets) is not None:
+        return _added(app, message)
+    if headers.get(SIGNATURE_HEADER) is not None:
+        return Examined(ALTERED)
     until = settings.unsigned_until
-    return None if until is not None and datetime.now(UTC) < until else UNSIGNED
+    return None if until is not None and datetime.now(UTC) < until else Examined(UNSIGNED)
+
+
+def _is_as_sent(message: Message) -> bool:
+    """Whether the body is read as it was signed: what decides about that is not signed."""
+    encoding = message.content_encoding
+    return message.content_type == "application/json" and encoding in _ENCODINGS and not message.errors
+
+
+def _added(app: Celery, message: Message) -> Examined | None:
+    headers = message.headers
+    if (why := unreadable(message.properties, message.delivery_info)) is not None:
+        return Examined(ALTERED, detail=why)
+    if headers.get(REFUSED_HEADER) is not None:
+        return None
+    found = (*unfit(headers, app.timezone), *misplaced(headers))
+    # what is covered has been signed as it is, by a process of before this was refused there
+    return next((Examined(ALTERED, detail=name) for name, _ in found if not is_covered(name)), None)
 
 
 def _calls_others(name: str, headers: Mapping[str, Any], payload: Any) -> bool:
@@ -184,11 +180,6 @@ def _may_be_deep(body: Any) -> bool:
     return text.count(b"[") + text.count(b"{") > BODY_DEPTH
 
 
-def _is_fit_to_show(value: object) -> bool:
-    """Whether a line with this value is one line, in a log and on a terminal."""
-    return not isinstance(value, str) or value.isprintable()
-
-
 def _is_row_of_another(app: Celery, headers: Mapping[str, Any]) -> bool:
     """Whether another application's relay has published this from its outbox: its own workers are to run it.
 
@@ -203,20 +194,6 @@ def _is_envelope(payload: object) -> bool:
         case [list(), dict(), dict() | None]:
             return True
     return False
-
-
-def time_of(app: Celery, value: Any) -> datetime:
-    """A time as Celery reads it from a header. Raises `ValueError`, `TypeError` and others for what is none."""
-    time: datetime = maybe_make_aware(maybe_iso8601(value), app.timezone)
-    time.timestamp()
-    return time
-
-
-def _check_stamps(headers: Mapping[str, Any]) -> None:
-    """Celery looks each up when the pool has room, where nothing catches what that raises. Raises `TypeError`."""
-    names, stamps = headers.get("stamped_headers") or [], headers.get("stamps") or {}
-    if not (isinstance(names, list) and isinstance(stamps, dict) and all(isinstance(name, str) for name in names)):
-        raise TypeError("stamped_headers")
 
 
 def _named(task: IdempotentTask, payload: Any, headers: Mapping[str, Any]) -> Examined:

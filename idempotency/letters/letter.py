@@ -24,6 +24,7 @@ from ..store.undelivered import UndeliveredMessage
 from ..text import NAME_LIMIT, storable
 from ..wire import keys
 from ..wire.arriving import unreadable_bytes
+from ..wire.fitness import is_time, time_of
 from ..wire.headers import (
     FINGERPRINT_HEADER,
     GENERATION_HEADER,
@@ -33,11 +34,12 @@ from ..wire.headers import (
     TENANT_HEADER,
     is_brokers,
 )
+from ..wire.keeping import kept_headers
 from ..wire.keys import OperationId
 from ..wire.message import Message, route_without_delay
 from ..worker.task import IdempotentTask
 from .death import Death, death_of
-from .examine import Examined, time_of
+from .examine import Examined
 
 # Messages without a visible defect: perhaps a worker of another version refused them.
 PERHAPS_A_DEPLOY = (
@@ -62,24 +64,12 @@ def dead_of(
     app: Celery, message: BrokerMessage, examined: Examined, fingerprints: list[str], letter: BrokerLetter
 ) -> UndeliveredMessage | None:
     """The operation that a dead message names: by its task or, if the task is not known here, by its own headers."""
-    headers = message.headers
     id = examined.id
-    if id is None and letter.reason in PERHAPS_A_DEPLOY:  # perhaps made by newer code: its headers name the operation
-        given = headers.get(FINGERPRINT_HEADER)
-        tenant = headers.get(TENANT_HEADER, runtime_of(app).settings.tenant)
-        try:
-            # the same rules hold for a fingerprint: short, printable
-            fingerprints = [keys.check_key(given, field="fingerprint")]
-            task = keys.check_key(headers.get("task"), field="task")
-            id = OperationId(keys.check_key(tenant), task, keys.check_key(headers.get(KEY_HEADER)))
-            runtime_of(app).settings.check_cell(id.tenant)  # what is of another cell is not for this database to end
-        except CallRefused:
-            return None  # not a message of ours
-        if keys.fingerprint_version(given) is None or not body_of(message.body)[1]:
-            return None
+    if id is None and letter.reason in PERHAPS_A_DEPLOY:
+        id, fingerprints = named_by_headers(app, message)
     if id is None or not fingerprints:
         return None
-    generation = headers.get(GENERATION_HEADER)
+    generation = message.headers.get(GENERATION_HEADER)
     return UndeliveredMessage(
         id,
         letter.service,
@@ -90,6 +80,24 @@ def dead_of(
         message=letter.payload,
         queue=letter.queue or "",
     )
+
+
+def named_by_headers(app: Celery, message: BrokerMessage) -> tuple[OperationId | None, list[str]]:
+    """The operation that newer code may have meant, which alone can read the body, and its fingerprint."""
+    headers = message.headers
+    given = headers.get(FINGERPRINT_HEADER)
+    tenant = headers.get(TENANT_HEADER, runtime_of(app).settings.tenant)
+    try:
+        # the same rules hold for a fingerprint: short, printable
+        fingerprints = [keys.check_key(given, field="fingerprint")]
+        task = keys.check_key(headers.get("task"), field="task")
+        id = OperationId(keys.check_key(tenant), task, keys.check_key(headers.get(KEY_HEADER)))
+        runtime_of(app).settings.check_cell(id.tenant)  # what is of another cell is not for this database to end
+    except CallRefused:
+        return None, []  # not a message of ours
+    if keys.fingerprint_version(given) is None or not body_of(message.body)[1]:
+        return None, []
+    return id, fingerprints
 
 
 def letter_of(
@@ -112,7 +120,9 @@ def letter_of(
     # a key without a tenant is of the default one, as a worker would have it
     tenant = said.get(TENANT_HEADER, runtime_of(app).settings.tenant if KEY_HEADER in said else None)
     properties = {"correlation_id": headers["id"]} if isinstance(headers.get("id"), str) else {}
-    payload = Message(json.loads(letters.headers_text(own)), body, _route(app, death, delivery), properties)
+    payload = Message(
+        json.loads(letters.headers_text(kept_headers(own))), body, _route(app, death, delivery), properties
+    )
     if id is not None:
         payload = payload.naming(id)
     stored = dict(headers) | {"content-type": message.content_type, "content-encoding": message.content_encoding}
@@ -160,9 +170,9 @@ def has_expired_early(app: Celery, message: BrokerMessage) -> bool:
     """
     if not runtime_of(app).settings.message_secrets or death_of(message.headers).reason != "expired":
         return False
-    return (expires := message.headers.get("expires")) is None or time_of(app, expires) > datetime.now(
-        UTC
-    ) + CLOCKS_APART
+    if (expires := message.headers.get("expires")) is None:
+        return True
+    return is_time(expires, app.timezone) and time_of(expires, app.timezone) > datetime.now(UTC) + CLOCKS_APART
 
 
 def reason_of(message: BrokerMessage, examined: Examined) -> str:

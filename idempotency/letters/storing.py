@@ -29,6 +29,7 @@ from .letter import (
     dead_of,
     has_expired_early,
     letter_of,
+    named_by_headers,
     reason_of,
     shown,
     was_allowed_to_expire,
@@ -60,11 +61,16 @@ def store(
         log.info("expired", task=shown(message.headers.get("task")))
         return None
     examined = examine(app, message)
-    if examined.id is not None and examined.reason is None and has_expired_early(app, message):
-        if _is_known(app, examined.id):
-            log.info(EXPIRED_EARLY, task=shown(message.headers.get("task")), key=examined.id.key)
+    if examined.reason in (None, *PERHAPS_A_DEPLOY) and has_expired_early(app, message):
+        # perhaps its task is newer than this process; no worker has refused it for that
+        meant = examined.id or named_by_headers(app, message)[0]
+    else:
+        meant = None
+    if meant is not None:
+        if _is_known(app, meant):
+            log.info(EXPIRED_EARLY, task=shown(message.headers.get("task")), key=meant.key)
             return None
-        is_stale = _is_stale(app, message, examined.id)
+        is_stale = _is_stale(app, message, meant)
         examined = Examined("stale" if is_stale else EXPIRED_EARLY, examined.task)
     fingerprints: list[str] = []
     if examined.id is not None:

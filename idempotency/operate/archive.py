@@ -12,7 +12,7 @@ from ..application import runtime_of
 from ..attempt import conclusions
 from ..errors import ChangeRefused, NotAuthenticated, SettingsError
 from ..store import archive as archived
-from ..store import dead_letters, discards, edits, operations, saga_changes
+from ..store import dead_letters, discards, edits, letter_operations, operations, saga_changes
 from ..store.statements import repeatable
 from ..wire.keys import OperationId
 from .change import Change, audit, called, repeated
@@ -25,17 +25,23 @@ def archive(app: Celery, letter: int, change: Change) -> None:
     """Take an open dead letter off the lists, with a reason, until somebody restores it.
 
     Raises `OperationNotFound`, `NotAuthenticated`, and `ChangeRefused` for the reason and for a letter that is
-    closed or archived, that somebody has asked to discard, whose operation has a call in doubt, or whose saga has stopped: those wait for a
-    decision, and without their letter nobody would see that.
+    closed or archived, that somebody has asked to discard, whose operation has a call in doubt, or whose saga has stopped, or cannot be
+    undone without it: those wait for a decision, and without their letter nobody would see that. Refused is as well a request that was
+    carried out before, of a letter that was restored since.
     """
     with runtime_of(app).engine.begin() as connection:
         said = {"dead_letter": letter}
         if repeated(connection, change, "archive", None, said=said) is not None:
+            _check_still(connection, letter, is_archived=True)
             return
         id = _checked(app, connection, letter, change)
         if (saga := saga_changes.stopped_by(connection, letter)) is not None:
             raise ChangeRefused(
                 f"dead letter {letter}: the saga {called(saga)} has stopped; see to it by `saga retry` or `saga cancel`"
+            )
+        if (saga := letter_operations.undo_of(connection, letter)) is not None:
+            raise ChangeRefused(
+                f"dead letter {letter}: the saga {called(saga)} cannot be undone without it; see to it by `saga retry`"
             )
         if (row := discards.lock(connection, letter)) is None:
             raise ChangeRefused(f"dead letter {letter}: already {dead_letters.show(connection, letter).status}")
@@ -62,11 +68,13 @@ def archive(app: Celery, letter: int, change: Change) -> None:
 def restore(app: Celery, letter: int, change: Change) -> None:
     """Bring an archived dead letter back to the lists.
 
-    Raises `OperationNotFound`, `NotAuthenticated`, and `ChangeRefused` for the reason and for a letter that is not archived.
+    Raises `OperationNotFound`, `NotAuthenticated`, and `ChangeRefused` for the reason and for a letter that is not archived, or
+    that this request has restored before and somebody has archived since.
     """
     with runtime_of(app).engine.begin() as connection:
         said = {"dead_letter": letter}
         if repeated(connection, change, "restore", None, said=said) is not None:
+            _check_still(connection, letter, is_archived=False)
             return
         id = _checked(app, connection, letter, change)
         if discards.lock(connection, letter) is None:
@@ -75,6 +83,14 @@ def restore(app: Celery, letter: int, change: Change) -> None:
             raise ChangeRefused(f"dead letter {letter}: not archived")
         record = None if id is None else operations.read_locked(connection, id)
         audit(connection, change, "restore", id, record, details=said)
+
+
+def _check_still(connection: Connection, letter: int, *, is_archived: bool) -> None:
+    """Raise `ChangeRefused` for an open letter that is not any more as this request has left it: nothing is done a second time."""
+    row = dead_letters.show(connection, letter)
+    if row.status == "open" and (row.archived_at is not None) is not is_archived:
+        did, since = ("archived", "restored") if is_archived else ("restored", "archived")
+        raise ChangeRefused(f"dead letter {letter}: {did} by this request before, and {since} since; look again")
 
 
 def _checked(app: Celery, connection: Connection, letter: int, change: Change) -> OperationId | None:

@@ -62,7 +62,7 @@ def cancel(
             policy, arguments, broken = task_of(app, runtime, connection, row, without_task=without_task)
             error = NotDeclined(change.reason, CANCELLED)
             concluded = conclude(connection, shown.id, row, error, policy, arguments, skip or broken)
-            has_not_begun = shown.status == "accepted" or edits.has_opened(connection, shown.id, row)
+            has_not_begun = shown.status == "accepted" or edits.is_waiting_for_person(connection, shown.id)
             discards.supersede(connection, shown.id, None if has_not_begun else UNPUBLISHABLE)
             letters.store_failure(
                 connection,

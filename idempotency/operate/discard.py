@@ -110,7 +110,7 @@ def _operation_to_discard(connection: Connection, letter: int, row: Row[Any]) ->
     if record.status == "started":
         raise DiscardRefused(f"dead letter {letter}: the operation is running; look again when it has stopped")
     # only its end would keep it from being sent
-    if edits.has_opened(connection, id, record):
+    if edits.is_waiting_for_person(connection, id):
         raise DiscardRefused(
             f"dead letter {letter}: an edit has opened the operation, which has not begun; replay the letter, or cancel the "
             "operation first"

@@ -11,20 +11,22 @@ from hashlib import sha256
 from typing import Any
 
 from celery import Celery
+from psycopg.errors import CheckViolation
 from sqlalchemy import Connection, Row
+from sqlalchemy.exc import IntegrityError
 
 from ..application import runtime_of
 from ..attempt.opening import open_record
 from ..errors import ChangeRefused, NotAllowed, NotAuthenticated, ReplayRefused, SettingsError
 from ..identities import looks_like, may
-from ..letters.editing import edited
+from ..letters.editing import arguments_of, edited
 from ..reasons import ALTERED, EXPIRED_EARLY, OTHER_CELL, UNSIGNED
 from ..store import archive, dead_letters, discards, edits, erasure, operations
 from ..store.letter_messages import NEVER, stored_message
 from ..store.outbox import EXTERNAL
-from ..store.statements import repeatable
+from ..store.statements import driver_error, repeatable
 from ..streams.declaring import TASK_PREFIX
-from ..wire import keys
+from ..wire import encoding, keys
 from ..wire.headers import FINGERPRINT_HEADER
 from ..wire.keys import HTTP_TASK, OperationId
 from ..worker.calls import KeyedTask
@@ -130,6 +132,7 @@ def approve_edit(app: Celery, person: Person, letter: int, asked_for: int) -> No
                 f"dead letter {letter}: its message is another one since {asked.edited_by!r} asked; ask again"
             )
         id, record = _operation(app, connection, row)
+        _check_still(app, row, id, asked)
         found = _Editable(row, id, record, _fingerprint_of(row), asked.after, asked.fingerprint_after)
         if not edits.approve(connection, asked.id, by=person.name):
             raise ChangeRefused(f"dead letter {letter}: another person has to approve")
@@ -214,7 +217,7 @@ def _operation(app: Celery, connection: Connection, row: Row[Any], *, locks: boo
     if record is None:
         if row.generation is not None:
             what = "its operation is purged"
-    elif row.generation is None and edits.has_opened(connection, id, record):
+    elif row.generation is None and edits.is_waiting_for_person(connection, id):
         pass
     elif record.status != "failed":
         what = f"its operation is {record.status}; only what has failed, or has not begun, is edited"
@@ -240,6 +243,16 @@ def _checked(app: Celery, connection: Connection, row: Row[Any], corrected: str)
     return _Editable(row, id, record, _fingerprint_of(row), after, fingerprint)
 
 
+def _check_still(app: Celery, row: Row[Any], id: OperationId, asked: Row[Any]) -> None:
+    """Raise `ChangeRefused` for what was asked for before a deploy, if the task of today makes something else of it, or refuses it."""
+    found = arguments_of(stored_message(row.id, asked.after))
+    args, kwargs, _ = found if found is not None else ([], {}, None)
+    text = encoding.dumps({"args": args, "kwargs": kwargs})
+    _, fingerprint = edited(app.tasks[id.task], stored_message(row.id, row.payload), text, id)
+    if fingerprint != asked.fingerprint_after:
+        raise ChangeRefused(f"dead letter {row.id}: its task has changed since {asked.edited_by!r} asked; ask again")
+
+
 def _fingerprint_of(row: Row[Any]) -> str | None:
     """What callers who used the earlier arguments have been told apart by; None: nothing says."""
     if row.fingerprint is not None:
@@ -249,6 +262,18 @@ def _fingerprint_of(row: Row[Any]) -> str | None:
 
 
 def _apply(app: Celery, connection: Connection, found: _Editable) -> None:
+    try:
+        _change(app, connection, found)
+    except IntegrityError as error:
+        if not isinstance(violation := driver_error(error), CheckViolation):
+            raise
+        raise ChangeRefused(
+            f"dead letter {found.row.id}: the constraint {violation.diag.constraint_name} forbids changes of rows in "
+            f"{violation.diag.table_name}; if its tenant is being moved to another cell, enqueue the work there, as docs/cells.md says"
+        ) from None
+
+
+def _change(app: Celery, connection: Connection, found: _Editable) -> None:
     row = found.row
     if found.record is None:
         _open_record(app, connection, found)

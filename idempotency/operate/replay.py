@@ -20,6 +20,7 @@ from ..settings import Settings
 from ..store import (
     archive,
     dead_letters,
+    discards,
     edits,
     erasure,
     letter_messages,
@@ -39,26 +40,43 @@ from .replay_stream import check_has_message, is_refused
 BY_PERSON = (CANCELLED, REVOKED)
 
 
+Was = Literal["declined", "cancelled", "to_be_edited"]
+
+
 class NotConfirmed(ReplayRefused):
-    """The operation was declined or cancelled; the message says what a replay does, which a person has to confirm."""
+    """The message says what a replay does, which a person has to confirm. `was`: why, None as long as nobody says."""
+
+    was: Was | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ToConfirm:
-    """A dead letter whose operation was declined or cancelled, and what a replay of it does."""
+    """A dead letter whose operation was declined or cancelled, or whose message somebody has asked to edit, and what a replay does.
+
+    What is `to_be_edited` is confirmed by a word of its own, and is never part of a bulk.
+    """
 
     letter: int
-    was: Literal["declined", "cancelled"]
+    was: Was
     warning: str
 
 
 def to_confirm(connection: Connection, letters: Sequence[int]) -> list[ToConfirm]:
-    """Those of these letters whose operation was declined or cancelled. The others failed for a reason that may be over.
+    """Those of these letters that were declined or cancelled, or of which an edit waits. The others failed for a reason that may be over.
 
-    Of a saga that has stopped, it is its failed undos, which are replayed first.
+    Of a saga that has stopped, it is its failed undos, which are replayed first. One letter may be there for two reasons.
     """
     letters = [*letters, *letter_operations.letters_of_undos(connection, letters)]
-    return [found for row in letter_operations.failures(connection, letters) if (found := _to_confirm(row)) is not None]
+    found = [each for row in letter_operations.failures(connection, letters) if (each := _to_confirm(row)) is not None]
+    found += [_to_be_edited(row) for row in letter_operations.to_edit(connection, letters)]
+    return sorted(found, key=lambda each: (each.letter, each.was != "to_be_edited"))
+
+
+def _to_be_edited(row: Row[Any]) -> ToConfirm:
+    other = "" if row.letter == row.id else f" of its dead letter {row.letter}"
+    why = f"{row.edited_by!r} has asked at {row.edited_at:%F %T%z} to edit the message{other} (edit {row.edit}), and nobody has approved it"
+    says = f"{called(OperationId(row.tenant, row.task, row.key))}: {why}; a replay sends the message without the edit"
+    return ToConfirm(row.id, "to_be_edited", f"{says}, with the arguments that were found to be wrong")
 
 
 def _to_confirm(row: Row[Any]) -> ToConfirm | None:
@@ -79,8 +97,8 @@ def _to_confirm(row: Row[Any]) -> ToConfirm | None:
 def replay(app: Celery, letter: int, change: Change, *, confirmed: Collection[ToConfirm] | None = None) -> OperationId:
     """Send a dead letter again under the same key. Returns its operation. A saga that has stopped goes on.
 
-    `confirmed`: what was declined or cancelled only if a person was shown it so by `to_confirm`, and has confirmed it; None: in
-    any case. Raises `NotConfirmed`, `OperationNotFound`, `ChangeRefused`, `NotAuthenticated` and `ReplayRefused`, the last also
+    `confirmed`: what was declined or cancelled, or is to be edited, only if a person was shown it so by `to_confirm`, and has
+    confirmed it; None: in any case. Raises `NotConfirmed`, `OperationNotFound`, `ChangeRefused`, `NotAuthenticated` and `ReplayRefused`, the last also
     for an operation whose end a saga has used, for a message of a stream that its letter does not have yet, for a webhook that was erased or redelivered, and for a message without a
     valid signature where one is required.
     """
@@ -110,6 +128,7 @@ def replay(app: Celery, letter: int, change: Change, *, confirmed: Collection[To
             id = _open_refused(connection, runtime, row)
         else:
             caller = saga_changes.lock_caller(connection, letter)
+            discards.lock(connection, letter)  # nobody asks for an edit between the look and the replay
             _check_confirmed(connection, letter, confirmed)
             used = _use_of(connection, letter)
             id = dead_letters.replay(connection, letter, service=service, app=app)
@@ -122,12 +141,14 @@ def replay(app: Celery, letter: int, change: Change, *, confirmed: Collection[To
 
 
 def _check_confirmed(connection: Connection, letter: int, confirmed: Collection[ToConfirm] | None) -> None:
-    """Raise `NotConfirmed` for what was declined or cancelled, unless a person has confirmed just that."""
+    """Raise `NotConfirmed` for what `to_confirm` finds, unless a person has confirmed just that."""
     if confirmed is None:
         return
     for found in to_confirm(connection, [letter]):
         if found not in confirmed:
-            raise NotConfirmed(f"dead letter {letter}: {found.warning}")
+            refused = NotConfirmed(f"dead letter {letter}: {found.warning}")
+            refused.was = found.was
+            raise refused
 
 
 @dataclass(frozen=True, slots=True)

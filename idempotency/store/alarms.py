@@ -20,8 +20,9 @@ from .outbox import STUCK
 BATCH = 10_000
 # Where alerts go. Each gets everything once: what one process has logged, another can still send.
 Channel = Literal["log", "webhook"]
-# Of each, one process tells at a time, so that together they keep to one rate. Any constants not used elsewhere.
-LOCKS: dict[Channel, int] = {"log": 0x1DE49080, "webhook": 0x1DE49081}
+# Of each, one process tells at a time, so that together they keep to one rate: alerts by each channel, and alarms, which would lose
+# their turn to alerts otherwise. Any constants not used elsewhere.
+LOCKS: dict[Channel | Literal["alarms"], int] = {"log": 0x1DE49080, "webhook": 0x1DE49081, "alarms": 0x1DE49082}
 
 # ---------------------------------------------------------------- alerts
 
@@ -93,8 +94,8 @@ ON CONFLICT (kind) DO UPDATE SET sent_at = excluded.sent_at
 _MARK = "UPDATE idempotency.{table} SET {column} = clock_timestamp() WHERE id = ANY(%(ids)s)"
 
 
-def try_lock(connection: Connection, channel: Channel) -> bool:
-    """Become the only process that tells this channel, until the transaction ends. False: another one is."""
+def try_lock(connection: Connection, channel: Channel | Literal["alarms"]) -> bool:
+    """Become the only process that tells alerts by this channel, or alarms, until the transaction ends. False: another one is."""
     return bool(connection.exec_driver_sql(f"SELECT pg_try_advisory_xact_lock({LOCKS[channel]})").scalar_one())
 
 

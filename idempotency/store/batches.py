@@ -118,6 +118,13 @@ WITH given AS MATERIALIZED (
 )
 SELECT 1 / (count(*) = %(many)s)::int FROM finished
 """
+# With the spans of the attempts, as `traces.note` has them: the same statement, because nothing that has ended is changed.
+_COMPLETE_TRACED = (
+    _COMPLETE.replace("%(results)b::text[])\n        AS g(key, fence, token, result)", "%(results)b::text[],\n"
+                      "                         %(traces)b::text[]) AS g(key, fence, token, result, trace)")
+    .replace("given.key, given.result FROM", "given.key, given.result, given.trace FROM")
+    .replace("result = mine.result,", "result = mine.result, trace = mine.trace,")
+)  # fmt: skip
 
 
 def claim_new(
@@ -187,17 +194,23 @@ def completed(connection: Connection, deliveries: Sequence[Delivery], *, service
 
 
 def complete(
-    connection: Connection, claims: Sequence[Claimed], results: Sequence[str], *, retention: float, lease: float
+    connection: Connection,
+    claims: Sequence[Claimed],
+    results: Sequence[str],
+    traces: Sequence[str | None],
+    *,
+    retention: float,
+    lease: float,
 ) -> None:
     """Complete operations of one task and tenant in the bodies' transaction. Raises `DivisionByZero` if one is not held.
 
-    `results` as text, one for each claim; `retention` and `lease` in seconds.
+    `results` as text, one for each claim, and so `traces`, the spans of the attempts; `retention` and `lease` in seconds.
     """
     first = claims[0].id
     execute(connection, _SETTINGS, {"idle_ms": idle_ms(lease)})
     execute(
         connection,
-        _COMPLETE,
+        _COMPLETE_TRACED if any(traces) else _COMPLETE,
         {
             "tenant": first.tenant,
             "task": first.task,
@@ -208,7 +221,8 @@ def complete(
             "response_code": RESPONSE_COMPLETED,
             "retention": retention,
             "many": len(claims),
-        },
+        }
+        | ({"traces": list(traces)} if any(traces) else {}),
     )
 
 

@@ -21,6 +21,20 @@ _IS_THERE = """
 SELECT coalesce(has_table_privilege(to_regclass('idempotency.' || %(table)s), 'SELECT'), false)
 """
 
+# The only rule for what an edit has opened and a person has yet to decide: its record `r` is released, nothing has run, and its
+# message is an open letter, archived or not. Nothing is due. A person has edited that letter, or one before it that was replayed
+# in vain. The history goes with its letter, former fingerprints with the record, and there is not always one.
+_WAITS_FOR_PERSON = """(
+    (r.status, r.generation, r.attempts) = ('released', 1, 0) AND r.effects = '{}'
+    AND (EXISTS (SELECT FROM idempotency.letter_edits e
+                 WHERE (e.tenant, e.task, e.key) = (r.tenant, r.task, r.key) AND e.applied_at IS NOT NULL)
+         OR EXISTS (SELECT FROM idempotency.former_fingerprints f
+                    WHERE (f.tenant, f.task, f.key, f.became) = (r.tenant, r.task, r.key, r.fingerprint)))
+    AND EXISTS (SELECT FROM idempotency.dead_letters d
+                WHERE (d.tenant, d.task, d.key, d.fingerprint) = (r.tenant, r.task, r.key, r.fingerprint)
+                  AND d.status = 'open' AND d.generation IS NULL))"""
+_IS_WAITING = f"SELECT EXISTS (SELECT FROM idempotency.records r WHERE {ROW} AND {_WAITS_FOR_PERSON})"
+
 _HISTORY = """
 SELECT id, edited_by, known_by, reason, edited_at, approved_by, applied_at, before, after, fingerprint_before, fingerprint_after
 FROM idempotency.letter_edits WHERE letter = %(letter)s ORDER BY id
@@ -41,6 +55,11 @@ _FIRST = """
 SELECT before FROM idempotency.letter_edits WHERE letter = %(letter)s AND applied_at IS NOT NULL ORDER BY id LIMIT 1
 """
 
+# A record that nothing has run for, as an edit opens it.
+_OPENED = "(status, generation, attempts) = ('released', 1, 0) AND effects = '{}'"
+# A row that nothing sends again (see `lost.py`): its message has died, and a replay has sent another one, or is a copy.
+_OVER = "(status = 'published' AND taken)"
+
 # Why no edit of this operation would be right, as far as other tables say.
 _OBSTACLE = f"""
 SELECT CASE
@@ -57,7 +76,8 @@ SELECT CASE
                    AND reason NOT IN ('fingerprint_mismatch', 'service_mismatch'))
         THEN 'another dead letter of its operation is open'
     WHEN EXISTS (SELECT FROM idempotency.outbox
-                 WHERE {ROW} AND settled_at IS NULL AND id IS DISTINCT FROM %(outbox_id)s)
+                 WHERE {ROW} AND settled_at IS NULL AND id IS DISTINCT FROM %(outbox_id)s
+                   AND NOT ({_OVER} AND EXISTS (SELECT FROM idempotency.records WHERE {ROW} AND {_OPENED})))
         THEN 'another message of its operation is under way; look again when it has been delivered'
     WHEN EXISTS (SELECT FROM idempotency.outbox WHERE id = %(outbox_id)s AND status = 'pending')
         THEN 'its message waits to be sent; look again when it has been delivered'
@@ -97,12 +117,12 @@ WHERE {ROW} AND status = 'failed' AND generation = %(generation)s AND fingerprin
 _EDIT_OPENED = f"""
 UPDATE idempotency.records
 SET message = %(after)s, queue = %(queue)s, fingerprint = %(fingerprint)s, updated_at = clock_timestamp()
-WHERE {ROW} AND (status, generation, attempts) = ('released', 1, 0) AND fingerprint = %(was)s AND effects = '{{}}'
+WHERE {ROW} AND {_OPENED} AND fingerprint = %(was)s
 """
-_HAS_OPENED = f"""
-SELECT EXISTS (SELECT FROM idempotency.dead_letters d
-               WHERE {ROW} AND status = 'open' AND generation IS NULL AND fingerprint = %(fingerprint)s
-                 AND EXISTS (SELECT FROM idempotency.letter_edits e WHERE e.letter = d.id AND e.applied_at IS NOT NULL))
+# What an earlier message of the operation has left: no end settles it, since it has not the record's fingerprint any more.
+_SETTLE_OVER = f"""
+UPDATE idempotency.outbox SET settled_at = clock_timestamp()
+WHERE {ROW} AND fingerprint = %(was)s AND settled_at IS NULL AND id IS DISTINCT FROM %(outbox_id)s AND {_OVER}
 """
 _MOVE_FORMER = f"UPDATE idempotency.former_fingerprints SET became = %(fingerprint)s WHERE {ROW} AND became = %(was)s"
 _ADD_FORMER = """
@@ -124,6 +144,7 @@ UPDATE idempotency.outbox SET settled_at = clock_timestamp()
 WHERE message_id = %(message_id)s AND {ROW} AND fingerprint = ANY(%(fingerprints)s) AND settled_at IS NULL AND status = 'published'
 """
 
+# So does a trigger of 0021, for older code; a database that an earlier checkout of 0021 has migrated has not got it.
 _ERASE = f"""
 UPDATE idempotency.letter_edits SET before = '', after = '' WHERE {ROW}
 """
@@ -177,12 +198,14 @@ def obstacle(connection: Connection, id: OperationId, letter: Row[Any]) -> str |
     return why
 
 
-def has_opened(connection: Connection, id: OperationId, record: Any) -> bool:
-    """Whether an edit of a letter that is open has given the operation this record, and nothing has run since."""
-    if (record.status, record.generation, record.attempts) != ("released", 1, 0) or not is_there(connection):
-        return False
-    fields = named(id) | {"fingerprint": record.fingerprint}
-    return bool(connection.exec_driver_sql(_HAS_OPENED, fields).scalar_one())
+def waits_for_person(connection: Connection) -> str:
+    """A condition on a record `r`: an edit has opened it, nothing has run since, and its letter is open. It is not due then."""
+    return _WAITS_FOR_PERSON if is_there(connection) else "false"
+
+
+def is_waiting_for_person(connection: Connection, id: OperationId) -> bool:
+    """Whether an edit has opened the operation, and it waits for a person to decide about its letter."""
+    return is_there(connection) and bool(connection.exec_driver_sql(_IS_WAITING, named(id)).scalar_one())
 
 
 # ---------------------------------------------------------------- change
@@ -233,6 +256,7 @@ def apply(
         return False
     connection.exec_driver_sql(_EDIT_LETTER, fields)
     connection.exec_driver_sql(_EDIT_ROW, fields)
+    connection.exec_driver_sql(_SETTLE_OVER, fields)
     if was not in (None, fingerprint):
         connection.exec_driver_sql(_MOVE_FORMER, fields)
         connection.exec_driver_sql(_ADD_FORMER, fields)

@@ -12,6 +12,7 @@ from typing import Any
 
 from sqlalchemy import Connection, Row
 
+from . import edits
 from .overview import QUEUES
 from .processes import STARTED
 from .visible import VISIBLE, parameters
@@ -61,16 +62,17 @@ FROM (SELECT o.queue, o.locked_until, o.opened_at, o.service, o.tenant FROM idem
 GROUP BY queue
 """
 
-# Without a message, an operation waits for its caller, in no queue: what its record names as one is its task.
-_WAITS = f"{VISIBLE} AND o.message <> ''"
+# Without a message, an operation waits for its caller, in no queue: what its record names as one is its task. What waits for a person
+# is a letter, and not work.
+_WAITS = f"{VISIBLE} AND o.message <> '' AND NOT o.waits"
 _RELEASED = f"""
 {QUEUES.format(table="records", condition="o.available_at IS NOT NULL")}
 SELECT q.queue, counted.* FROM queues q CROSS JOIN LATERAL (
     SELECT count(*) FILTER (WHERE {_WAITS}) AS released,
            extract(epoch FROM clock_timestamp() - min(o.opened_at) FILTER (WHERE {_WAITS}))::float8 AS oldest_released,
            count(*) >= {_PART} AS stopped
-    FROM (SELECT o.opened_at, o.service, o.tenant, o.message FROM idempotency.records o
-          WHERE o.available_at IS NOT NULL AND o.queue = q.queue ORDER BY o.available_at LIMIT {_PART}) o
+    FROM (SELECT r.opened_at, r.service, r.tenant, r.message, {{waits}} AS waits FROM idempotency.records r
+          WHERE r.available_at IS NOT NULL AND r.queue = q.queue ORDER BY r.available_at LIMIT {_PART}) o
 ) counted WHERE q.queue IS NOT NULL
 """
 
@@ -158,6 +160,8 @@ def flow(connection: Connection, service: str, tenants: Sequence[str] | None = N
     found = Flow()
     fields = parameters(service, tenants, bound=BOUND, since=SINCE)
     for kind, statement in KINDS.items():
+        if kind == "released":
+            statement = statement.format(waits=edits.waits_for_person(connection))
         found.take(kind, connection.exec_driver_sql(statement, fields))
     for stages in found.queues.values():
         stages.stopped |= found.stopped

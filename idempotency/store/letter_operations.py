@@ -8,7 +8,7 @@ from typing import Any
 from sqlalchemy import Connection, Row
 
 from ..wire.keys import OperationId
-from . import record
+from . import edits, record
 
 _NAMED = """
 SELECT DISTINCT tenant, task, key, header_task FROM idempotency.dead_letters WHERE id = ANY(%(ids)s)
@@ -52,6 +52,34 @@ JOIN idempotency.dead_letters d ON (d.tenant, d.task, d.key) = (s.tenant, s.call
 WHERE l.id = ANY(%(letters)s) AND l.status = 'open'
 """
 
+# Also of another letter of the same operation: both send the message that was found to be wrong.
+_TO_EDIT = """
+SELECT DISTINCT ON (d.id) d.id, e.tenant, e.task, e.key, e.id AS edit, e.letter, e.edited_by, e.edited_at
+FROM idempotency.dead_letters d
+JOIN idempotency.letter_edits e ON (e.tenant, e.task, e.key) = (d.tenant, coalesce(d.task, d.header_task), d.key)
+    AND e.applied_at IS NULL
+JOIN idempotency.dead_letters l ON l.id = e.letter AND l.status = 'open'
+WHERE d.id = ANY(%(ids)s) AND d.status = 'open' AND d.reason NOT IN ('fingerprint_mismatch', 'service_mismatch')
+ORDER BY d.id, e.id
+"""
+
+# What can never be sent. The reason of an operation that has ended may be the code of its own error.
+_NEVER = """
+SELECT d.id FROM idempotency.dead_letters d
+WHERE d.id = ANY(%(ids)s) AND d.status = 'open' AND d.reason = ANY(%(never)s)
+  AND NOT EXISTS (SELECT FROM idempotency.records r
+                  WHERE (r.tenant, r.task, r.key, r.fingerprint) = (d.tenant, d.task, d.key, d.fingerprint) AND r.error_code = d.reason)
+"""
+
+# The saga that cannot be undone to its end without the undo that this letter is of.
+_UNDO_OF = """
+SELECT g.tenant, g.task, g.key FROM idempotency.dead_letters d
+JOIN idempotency.saga_steps s ON (s.tenant, s.call_task, s.call_key) = (d.tenant, d.task, d.key)
+JOIN idempotency.sagas g ON g.id = s.saga_id AND g.generation = s.generation AND g.status = 'COMPENSATING'
+WHERE d.id = %(letter)s AND d.status = 'open' AND d.reason NOT IN ('fingerprint_mismatch', 'service_mismatch')
+  AND s.kind = 'undo' AND s.state <> 'done' LIMIT 1
+"""
+
 
 def with_open_letters(connection: Connection, id: OperationId) -> list[OperationId]:
     """Of an operation, and those of its key with `:number` after it, the ones that have an open letter."""
@@ -77,3 +105,21 @@ def failures(connection: Connection, letters: Sequence[int]) -> Sequence[Row[Any
 def letters_of_undos(connection: Connection, letters: Collection[int]) -> list[int]:
     """The open letters of failed undos that are replayed with these, because they are of sagas that have stopped."""
     return list(connection.exec_driver_sql(_LETTERS_OF_UNDOS, {"letters": list(letters)}).scalars())
+
+
+def to_edit(connection: Connection, letters: Sequence[int]) -> Sequence[Row[Any]]:
+    """Those of these open letters of whose operation an edit waits for its approval: by whom it is asked for, and of which `letter`."""
+    if not edits.is_there(connection):
+        return []
+    return connection.exec_driver_sql(_TO_EDIT, {"ids": list(letters)}).all()
+
+
+def never_sent(connection: Connection, letters: Sequence[int], reasons: Collection[str]) -> list[int]:
+    """Those of these open letters that can never be replayed, because their reason is one of these."""
+    return list(connection.exec_driver_sql(_NEVER, {"ids": list(letters), "never": list(reasons)}).scalars())
+
+
+def undo_of(connection: Connection, letter: int) -> OperationId | None:
+    """The saga that is being undone, and has to replay this letter for it: of an undo that has failed or cannot run."""
+    row = connection.exec_driver_sql(_UNDO_OF, {"letter": letter}).one_or_none()
+    return None if row is None else OperationId(*row)

@@ -60,23 +60,35 @@ GROUP BY 1, 2, 3 ORDER BY max(failed_at) > clock_timestamp() - interval '1 hour'
 
 _SHOWN = f"SELECT * FROM idempotency.dead_letters WHERE id = %(id)s AND {_MINE}"
 
-# Where each of these letters is: open, or what has become of its operation since. The next letter of an operation is one of its own
-# end after the replay: another message under its key, which was refused, says nothing of it.
+# Where each of these letters is: open, or what has become of its operation since. The next letter of an operation is of its own end
+# after the replay, or of the replay's message, which could not be sent or died on its way. Another request under its key, which was
+# refused, says nothing of it, nor does a late copy of an earlier message. The letter of a saga that has stopped stays open until the
+# saga goes on: until then it is tried, as long as the saga is due, or an undo of it that has failed runs again.
 _FOLLOWED = """
-SELECT d.id, d.status, d.reason, d.tenant, d.task, d.key, r.status AS operation,
+SELECT d.id, d.status, d.reason, d.tenant, d.task, d.key, r.status AS operation, g.status AS saga,
        (SELECT max(n.id) FROM idempotency.dead_letters n
         WHERE (n.tenant, n.task, n.key) = (d.tenant, d.task, d.key) AND n.id <> d.id AND n.status = 'open'
-          AND n.failed_at >= d.closed_at AND (n.source = 'operation' OR d.source <> 'operation')) AS next_letter,
+          AND n.failed_at >= d.closed_at AND n.reason NOT IN ('fingerprint_mismatch', 'service_mismatch')
+          AND (n.fingerprint = coalesce(d.fingerprint, r.fingerprint)) IS NOT FALSE
+          AND (n.source = 'operation' OR d.source <> 'operation' AND n.outbox_id IS NULL
+               OR EXISTS (SELECT FROM idempotency.outbox o
+                          WHERE o.id = n.outbox_id AND o.generation >= coalesce(r.generation, 1)))) AS next_letter,
        EXISTS (SELECT FROM idempotency.outbox o WHERE (o.tenant, o.task, o.key) = (d.tenant, d.task, d.key)
-               AND o.settled_at IS NULL) AS is_under_way
+               AND o.settled_at IS NULL) AS is_under_way,
+       d.was_sent AND d.status = 'open' AND g.stopped = d.reason AS is_stopped,
+       r.status = 'started' OR g.waits_for IS NULL OR EXISTS (
+           SELECT FROM idempotency.saga_steps s JOIN idempotency.records u ON (u.tenant, u.task, u.key) = (s.tenant, s.call_task, s.call_key)
+           WHERE s.saga_id = g.id AND s.generation = g.generation AND s.kind = 'undo' AND s.state = 'failed'
+             AND u.status IN ('released', 'started')) AS is_tried
 FROM (
     -- a letter of an unknown task names no operation: its replay does, in the audit
-    SELECT l.id, l.status, l.reason, l.source, l.closed_at, coalesce(l.tenant, a.tenant) AS tenant,
-           coalesce(l.task, a.task, l.header_task) AS task, coalesce(l.key, a.key) AS key
+    SELECT l.id, l.status, l.reason, l.source, l.fingerprint, l.closed_at, coalesce(l.tenant, a.tenant) AS tenant,
+           coalesce(l.task, a.task, l.header_task) AS task, coalesce(l.key, a.key) AS key, a.id IS NOT NULL AS was_sent
     FROM idempotency.dead_letters l LEFT JOIN idempotency.audit a ON a.request_id = %(requests)s || l.id
     WHERE l.id = ANY(%(ids)s)
 ) d
 LEFT JOIN idempotency.records r ON (r.tenant, r.task, r.key) = (d.tenant, d.task, d.key)
+LEFT JOIN idempotency.sagas g ON (g.tenant, g.task, g.key) = (d.tenant, d.task, d.key) AND NOT g.observed
 ORDER BY d.id
 """
 

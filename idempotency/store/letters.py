@@ -243,12 +243,13 @@ def kept_delivery(id: OperationId, record: Any, arguments: Mapping[str, Any]) ->
 _CLOSE = """
 UPDATE idempotency.dead_letters SET status = 'replayed', closed_at = clock_timestamp()
 WHERE tenant = %(tenant)s AND task = %(task)s AND key = %(key)s AND status = 'open'
-  AND (%(reason)s::text IS NULL OR reason = %(reason)s)
+  AND CASE WHEN %(reason)s::text IS NULL THEN reason NOT IN ('fingerprint_mismatch', 'service_mismatch')
+           ELSE reason = %(reason)s END
 """
 
 
 def close(connection: Connection, id: OperationId, reason: str | None) -> None:
-    """Close an operation's letter of this reason, or all, because what it says is over."""
+    """Close an operation's letter of this reason, or all but those of other requests under its key: what it says is over."""
     connection.exec_driver_sql(_CLOSE, {"tenant": id.tenant, "task": id.task, "key": id.key, "reason": reason})
 
 

@@ -12,6 +12,7 @@ from sqlalchemy import Connection, Row
 from ..errors import MissingExtra, ResultUnreadable
 from ..wire import results
 from ..wire.keys import OperationId
+from . import edits
 from .outbox import EXTERNAL
 from .record import COLUMNS, OWN, ROW, named
 from .statements import execute
@@ -114,6 +115,8 @@ def operation(connection: Connection, id: OperationId, *, with_payload: bool = F
     names = named(id)
     record = connection.exec_driver_sql(_RECORD, names).one_or_none()
     fields = None if record is None else _visible(record, with_payload)
+    if fields is not None and edits.is_waiting_for_person(connection, id):
+        fields["available_at"] = None  # no next attempt is due
     effects = {} if fields is None else fields.pop("effects")
     effects = dict(sorted(effects.items(), key=lambda entry: entry[1]["position"]))  # jsonb does not keep the order
     if not with_payload:

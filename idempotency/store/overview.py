@@ -18,7 +18,7 @@ from sqlalchemy import Connection, Row
 from sqlalchemy.pool import NullPool
 
 from ..settings import Settings
-from . import archive, processes, sharing, stream_status, webhooks
+from . import archive, edits, processes, sharing, stream_status, webhooks
 from .connections import make_engine
 
 # The most rows that one count reads, over all queues: about a quarter of a second. A count that stopped there is shown
@@ -85,7 +85,7 @@ SELECT q.queue, counted.* FROM queues q CROSS JOIN LATERAL (
 ) counted WHERE q.queue IS NOT NULL AND (accepted + scheduled > 0 OR stopped)
 """
 
-# Without a message, an operation is not due: a request over HTTP goes on when its client asks again.
+# Without a message, an operation is not due: a request over HTTP goes on when its client asks again. Nor is what waits for a person.
 _RELEASED = f"""
 {QUEUES.format(table="records", condition="o.available_at IS NOT NULL")}
 SELECT q.queue, counted.* FROM queues q CROSS JOIN LATERAL (
@@ -94,10 +94,10 @@ SELECT q.queue, counted.* FROM queues q CROSS JOIN LATERAL (
            -- a saga's time begins when its wait is over
            greatest(extract(epoch FROM clock_timestamp() - min(o.opened_at)), 0)::float8 AS oldest,
            count(*) FILTER (WHERE position('"code": "ResultNotKept"' IN o.error) > 0) AS not_kept
-    FROM (SELECT r.task, r.available_at, r.opened_at, r.service, r.error FROM idempotency.records r
+    FROM (SELECT r.task, r.available_at, r.opened_at, r.service, r.error, {{waits}} AS waits FROM idempotency.records r
           WHERE r.available_at IS NOT NULL AND r.queue = q.queue AND r.message <> ''
           ORDER BY r.available_at LIMIT {_PART}) o
-    WHERE (o.service = %(service)s) IS NOT FALSE
+    WHERE (o.service = %(service)s) IS NOT FALSE AND NOT o.waits
     GROUP BY o.task
 ) counted WHERE q.queue IS NOT NULL
 """
@@ -293,7 +293,7 @@ def take_snapshot(connection: Connection, settings: Settings) -> Snapshot:
         state.count("lease_over", row.lease_over, row.stopped)
         found.oldest_started = max(row.oldest, found.oldest_started or 0.0)
         found.count(row.task, "started", row.operations)
-    for row in connection.exec_driver_sql(_RELEASED, bound):
+    for row in connection.exec_driver_sql(_RELEASED.format(waits=edits.waits_for_person(connection)), bound):
         state = found.queue(row.queue)
         state.count("released", row.operations, row.stopped)
         state.next_due_seconds = min(row.next_due, math.inf if (due := state.next_due_seconds) is None else due)

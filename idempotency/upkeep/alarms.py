@@ -216,7 +216,7 @@ def run_once(app: Celery) -> int:
         to_log = [alarms[name] for name in stored.due(connection, service, patience, repeat=repeat)]
         logged = _log(connection, to_log, service, repeat)
     with runtime.engine.begin() as connection:
-        if not stored.try_lock(connection, "webhook"):
+        if not stored.try_lock(connection, "alarms"):
             return 0 if sends else logged
         ended = stored.end(connection, service, alarms, unknown=unknown, sends=sends)
         due = [alarms[name] for name in stored.due(connection, service, patience, repeat=repeat)]

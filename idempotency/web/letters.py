@@ -77,14 +77,16 @@ def _shown(request: Request, letter: int, *, status: int = 200, **more: Any) -> 
         id = None if None in (row.tenant, row.task, row.key) else OperationId(row.tenant, row.task, row.key)
         operation = None if id is None else operations.operation(connection, id)
         request_to_discard = discards.pending_request(connection, letter)
-        warnings = to_confirm(connection, [letter]) if row.status == "open" else []
+        found = to_confirm(connection, [letter]) if row.status == "open" else []
+        to_edit = [each for each in found if each.was == "to_be_edited"]
+        warnings = [each for each in found if each not in to_edit]
         looked = preview(desk, connection, row, operation)
-        found = edits_of(desk, connection, row, more.get("revealed"))
+        edited = edits_of(desk, connection, row, more.get("revealed"))
         in_doubt = doubts.of_letter(connection, desk.service, visitor_of(request).tenants, letter)
     given = {
-        "row": row, "id": id, "operation": operation, "asked_to_discard": request_to_discard, "warnings": warnings,
-        "read": " ".join(digest(each) for each in warnings), "preview": looked,
-        "book": _book(request, row.reason), "revealed": None, "why": None, "edits": found,
+        "row": row, "id": id, "operation": operation, "asked_to_discard": request_to_discard, "warnings": warnings, "to_edit": to_edit,
+        "read": " ".join(map(digest, warnings)), "read_unedited": " ".join(map(digest, to_edit)), "preview": looked,
+        "book": _book(request, row.reason), "revealed": None, "why": None, "edits": edited,
         "spent_at": spent_at(row, None if operation is None else operation["record"]),
         "in_doubt": [(each, link_of(desk, each.task, each.effect, each.provider_key)) for each in in_doubt],
     }  # fmt: skip
@@ -97,7 +99,8 @@ def replay_one(request: Request) -> Response:
     desk, form = desk_of(request), form_of(request)
     with desk.reading() as connection:
         letter_of(request, connection, letter)
-        confirmed = read_of(to_confirm(connection, [letter]), form.get("confirmed", "").split())
+        said = f"{form.get('confirmed', '')} {form.get('unedited', '')}".split()
+        confirmed = read_of(to_confirm(connection, [letter]), said)
     try:
         id = replay(desk.celery, letter, change_of(request), confirmed=confirmed)
     except NotConfirmed as refusal:

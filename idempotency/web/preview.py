@@ -10,7 +10,7 @@ from sqlalchemy import Connection
 
 from ..attempt.effects import provider_key
 from ..errors import ReplayRefused
-from ..store import dead_letters, letter_messages, letter_operations, operations, webhooks
+from ..store import dead_letters, edits, letter_messages, letter_operations, operations, webhooks
 from ..store.archive import said
 from ..store.letter_messages import NEVER
 from ..streams.declaring import stream_of
@@ -46,9 +46,10 @@ def preview(desk: Desk, connection: Connection, letter: Any, operation: Mapping[
         return found
     record = None if operation is None else operation["record"]
     found.refused = _unreadable(desk, letter) or _never(letter, record) or _refused(letter, record)
-    found.runs, found.last = _runs(desk, letter, record), _last(letter, record)
-    if operation is not None:
-        id = OperationId(operation["tenant"], operation["task"], operation["key"])
+    id = None if operation is None else OperationId(operation["tenant"], operation["task"], operation["key"])
+    has_begun = id is not None and record is not None and not edits.is_waiting_for_person(connection, id)
+    found.runs, found.last = _runs(desk, letter, record if has_begun else None), _last(letter, record)
+    if id is not None and operation is not None:
         found.calls = _calls(operation)
         found.heard = list(_heard(desk, connection, id, record))
     for undo in letter_operations.letters_of_undos(connection, [letter.id]):

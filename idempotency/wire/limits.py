@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 # Bytes of a body, as it comes and decompressed: RabbitMQ accepts no more by default.
@@ -15,12 +15,29 @@ BODY_DEPTH = 250
 HEADERS_LIMIT = 128 * 1024
 HEADERS_COUNT = 2000
 HEADERS_DEPTH = 32
+# What is sent of them: so much less that they arrive together with what is added on the way: our marks by a relay, what a broker
+# notes of a delivery, and, in the frame, the other properties.
+_ADDED_COUNT = 100
+_ADDED_BYTES = 8 * 1024
+# Bytes that AMQP writes for each header beside its name and its value.
+_AROUND = 6
 
 
 def beyond_limits(headers: Mapping[Any, Any], body: bytes | str | None, *, body_limit: int) -> str | None:
     """Which limit a message breaks, and what was got; looks at nothing that has to be decoded."""
     if (size := len(body or b"")) > body_limit:
         return f"body: at most {body_limit} bytes, got {size}"
+    return _beyond(headers, HEADERS_LIMIT, HEADERS_COUNT, _size, around=0)
+
+
+def too_much_to_send(headers: Mapping[str, Any]) -> str | None:
+    """Which limit headers break that are to be sent, and what was got: what is sent has to arrive."""
+    return _beyond(headers, HEADERS_LIMIT - _ADDED_BYTES, HEADERS_COUNT - _ADDED_COUNT, _bytes, around=_AROUND)
+
+
+def _beyond(
+    headers: Mapping[Any, Any], most: int, most_headers: int, size_of: Callable[[object], int], *, around: int
+) -> str | None:
     size = count = depth = 0
     level: list[Any] = [headers]
     while level:
@@ -32,20 +49,27 @@ def beyond_limits(headers: Mapping[Any, Any], body: bytes | str | None, *, body_
             names, values = (each.keys(), each.values()) if isinstance(each, Mapping) else ((), each)
             if any(isinstance(name, bytes) for name in names):  # as py-amqp leaves what it cannot decode
                 return "headers: a name is not UTF-8"
-            size += sum(map(_size, names))
+            size += sum(map(size_of, names))
             count += len(each)
             for value in values:
                 if isinstance(value, Mapping | list | tuple):
                     inner.append(value)
                 else:
-                    size += _size(value)
+                    size += size_of(value)
         level = inner
-    if count > HEADERS_COUNT:
-        return f"headers: at most {HEADERS_COUNT}, with those inside others, got {count}"
-    if size > HEADERS_LIMIT:
-        return f"headers: at most {HEADERS_LIMIT} bytes, got {size}"
+    if count > most_headers:
+        return f"headers: at most {most_headers}, with those inside others, got {count}"
+    if (size := size + count * around) > most:
+        return f"headers: at most {most} bytes, got {size}"
     return None
 
 
 def _size(value: object) -> int:
+    """Bytes; of text, its characters, which is quick to say."""
     return len(value) if isinstance(value, str | bytes | bytearray | memoryview) else 8
+
+
+def _bytes(value: object) -> int:
+    if isinstance(value, str) and not value.isascii():
+        return len(value.encode("utf-8", "surrogatepass"))
+    return _size(value)

@@ -29,6 +29,7 @@ from .headers import (
     TENANT_HEADER,
     is_brokers,
 )
+from .keeping import kept_headers
 from .keys import OperationId
 
 if TYPE_CHECKING:
@@ -122,7 +123,7 @@ class Message:
         if delivery.get("priority"):
             properties["priority"] = delivery["priority"]
         route = route_without_delay(delivery.get("exchange") or "", delivery.get("routing_key") or "")
-        return cls({**custom, **headers}, encoding.dumps(body), route, properties)
+        return cls(kept_headers({**custom, **headers}), encoding.dumps(body), route, properties)
 
     def routed(self, app: Celery, name: str, args: Any, kwargs: Any) -> Message:
         """The same message, addressed to the queue to which the application routes this call."""

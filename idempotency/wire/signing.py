@@ -55,6 +55,11 @@ def claimed_at(headers: Mapping[str, Any]) -> float | None:
     return max(signed, _meant_for(headers.get("eta") or headers.get(ETA_HEADER)))
 
 
+def is_covered(name: str) -> bool:
+    """Whether the signature covers a header of this name."""
+    return (name in CELERYS_FIELDS or is_our_header(name)) and name != SIGNATURE_HEADER
+
+
 def _seconds(time: str) -> float | None:
     try:
         return float(time)
@@ -82,7 +87,7 @@ def _digest(headers: Mapping[str, Any], body: bytes | str, secret: SecretStr, ti
         name: value
         for name, value in headers.items()
         # what is not there and what is None are the same to Celery, and to some brokers
-        if value is not None and (name in CELERYS_FIELDS or is_our_header(name)) and name != SIGNATURE_HEADER
+        if value is not None and is_covered(name)
     }
     head = json.dumps([time, covered], sort_keys=True, separators=(",", ":"))
     raw = body.encode("utf-8", "surrogatepass") if isinstance(body, str) else bytes(body or b"")

@@ -27,7 +27,7 @@ from ..wire.message import Message
 from . import eager, following, publishing, sending
 from .following import FOLLOWS
 from .keyed import Keyed, shown
-from .using import CallOptions, P, Using, check_kept, check_options, checked_delay
+from .using import CallOptions, P, Using, check_options, check_sent, checked_delay
 
 if TYPE_CHECKING:
     from celery.result import AsyncResult
@@ -230,9 +230,9 @@ class KeyedTask(Keyed[P, R_co], Generic[P, R_co]):
     def _check_call(self, call: Signature) -> OperationId:
         """The operation that this signature is for. Raises the `CallRefused` that sending it would raise."""
         options = call.options
-        check_kept(options)
         args, kwargs = self._as_sent(call.args, call.kwargs)
         headers = senders_headers(options.get("headers") or {})
+        check_sent(self.app, options, headers)
         id, _ = self._checked(args, kwargs, options.get("idempotency_key"), options.get("tenant"), headers)
         return id
 

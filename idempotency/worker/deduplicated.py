@@ -297,7 +297,7 @@ class DeduplicatedTask(Without, RetriedTask[P, R_co], Generic[P, R_co]):
                 raise request.asked
             return result.as_tuple() if isinstance(result, ResultBase) else result  # as Celery stores it
         except Retry as retry:
-            raise again(retry) from retry
+            raise again(retry, self.app) from retry
         except (Ignore, Reject) as error:
             raise UnsupportedControl(f"{type(error).__name__} from a body would acknowledge past the record") from None
 

@@ -16,9 +16,11 @@ from celery.exceptions import Ignore, Reject, Retry
 
 from ..errors import MissingKey
 from ..wire.delivery import NamesItsOperation
+from ..wire.fitness import misplaced, unfit
 from ..wire.headers import KEY_HEADER, REFUSED_HEADER, TENANT_HEADER, harmless_headers, refused_headers, senders_headers
+from ..wire.limits import too_much_to_send
 from . import signed_calls
-from .using import check_kept
+from .using import check_sent
 
 if TYPE_CHECKING:
     from .calls import KeyedTask
@@ -59,8 +61,9 @@ def check(app: Celery, callbacks: Sequence[Any], errbacks: Any) -> None:
 
 def _check_partial(task: KeyedTask, call: Signature) -> None:
     """Raise the `CallRefused` that sending this signature would raise whatever its first argument will be."""
-    check_kept(call.options)
-    given = (call.options.get("idempotency_key"), _headers_of(call).get(KEY_HEADER))
+    headers = _headers_of(call)
+    check_sent(task.app, call.options, headers)
+    given = (call.options.get("idempotency_key"), headers.get(KEY_HEADER))
     if given == (None, None) and task._key_function is None:
         raise MissingKey(f"{task.name}: give idempotency_key=, or the task a key template")
 
@@ -81,8 +84,20 @@ def send_refused(task: KeyedTask, args: Any, kwargs: Any, celerys: Any, named: M
     keyed = {KEY_HEADER: named["idempotency_key"], TENANT_HEADER: named["tenant"]}
     options.pop("expiration", None)  # the broker would drop it, and no guard see it
     own = options.pop("headers", None) or {}
-    headers = harmless_headers(own) | {name: f"{value}" for name, value in keyed.items() if value is not None}
-    if refused := refused_headers(own):  # they would decide which task runs, and where
+    # what would decide which task runs, and where; or what no worker goes by, and no signature covers
+    refused = refused_headers(own)
+    if too_much_to_send(own) is not None:
+        own, refused = {}, ["headers"]
+    kept = harmless_headers(own)
+    for given_there, checked in (
+        (kept, misplaced(kept)),
+        (options, unfit({"shadow": options["shadow"]}, task.app.timezone)),
+    ):
+        for name, _ in checked:
+            refused.append(name)
+            given_there[name] = None
+    headers = kept | {name: f"{value}" for name, value in keyed.items() if value is not None}
+    if refused:
         headers[REFUSED_HEADER] = refused
     options["headers"] = headers
     options |= {"serializer": "json", "argsrepr": "()", "kwargsrepr": "{}"}

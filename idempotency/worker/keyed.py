@@ -25,7 +25,7 @@ from ..wire.headers import (
 from ..wire.keys import KeyFrom, KeyFunction, OperationId
 from . import signed_calls
 from .options import check_spelling
-from .using import P, check_kept
+from .using import P, check_sent
 
 if TYPE_CHECKING:
     from celery import Task as TypedTask
@@ -94,13 +94,16 @@ class Keyed(TypedTask[P, R_co], Generic[P, R_co]):
     def _send(self, call: Any, celerys: Any, named: dict[str, Any], options: dict[str, Any]) -> AsyncResult[R_co]:
         """Send a message. `celerys`: of Celery's arguments those with positions. Raises `CallRefused`."""
         args, kwargs = call
-        check_kept({"expires": self.expires} | options)
         if (serializer := options.get("serializer") or self.serializer or "json") != "json":
             raise InvalidArguments(f"serializer: must be 'json', got {serializer!r}")
         if (protocol := self.app.conf.task_protocol) != 2:
             raise SettingsError(f"task_protocol: must be 2, which workers accept, got {protocol}")
+        task_id, *others, shadow = celerys
+        shadow = shadow or self.shadow_name(args, kwargs, options)
         given = senders_headers(options.pop("headers", None) or {})
         id, headers = self._checked(args, kwargs, named["idempotency_key"], named["tenant"], given)
+        sent = {**self._get_exec_options(), **options, "task_id": task_id, "shadow": shadow}
+        check_sent(self.app, {"expires": self.expires} | sent, {**given, **headers})
         if self.app.conf.task_always_eager:  # Celery goes on to `apply`
             options |= {"idempotency_key": id.key, "tenant": id.tenant}
         elif (
@@ -108,7 +111,9 @@ class Keyed(TypedTask[P, R_co], Generic[P, R_co]):
         ) is not None and self.app.conf.broker_write_url != cell.broker_url.get_secret_value():
             raise SettingsError(f"{self.name}: the broker is not that of the cell {self._settings.cell!r}")
         with signed_calls.signing(self._settings):
-            return super().apply_async(args, kwargs, *celerys, headers={**given, **headers}, **(shown(id) | options))
+            return super().apply_async(
+                args, kwargs, task_id, *others, shadow, headers={**given, **headers}, **(shown(id) | options)
+            )
 
     def _checked(
         self,

@@ -21,6 +21,7 @@ from celery.exceptions import AlwaysEagerIgnored
 
 from ..errors import InvalidArguments, SettingsError
 from ..wire.message import Message
+from .using import check_arrival
 
 Write = Callable[[Message], object]
 
@@ -31,7 +32,8 @@ class _OutboxProducer:
     # Celery translates a broker connection's errors; here there is none.
     connection = SimpleNamespace(_reraise_as_library_errors=nullcontext)
 
-    def __init__(self, write: Write) -> None:
+    def __init__(self, app: Celery, write: Write) -> None:
+        self._app = app
         self._write = write
 
     def publish(self, body: Any, *, headers: Mapping[str, Any] | None = None, **options: Any) -> None:
@@ -39,6 +41,7 @@ class _OutboxProducer:
             raise SettingsError("task_protocol: must be 2, which workers accept, got 1")
         message = Message.published(body, headers or {}, **options)
         _check_headers(message.headers)
+        check_arrival(self._app, message.headers)
         self._write(message)
 
 
@@ -54,7 +57,7 @@ def publish(
     """Compose the message of this call, with what receivers add to its headers, and `write` it.
 
     `options` are those of `apply_async`, except that the message has no `eta`. Raises `InvalidArguments` for a header
-    that is not JSON, `SettingsError` for another protocol, and what `write` raises.
+    that is not JSON, or that a worker would refuse, `SettingsError` for another protocol, and what `write` raises.
     """
     with _eagerness_ignored(task.app):
         task.app.send_task(
@@ -62,7 +65,7 @@ def publish(
             args,
             kwargs,
             task_type=task,
-            producer=_OutboxProducer(write),
+            producer=_OutboxProducer(task.app, write),
             # Celery would ask the result backend to wait for the result; the caller has a Handle for that.
             ignore_result=True,
             headers={**headers, "ignore_result": task.ignore_result},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from datetime import datetime
 from typing import Any, ClassVar, Generic
 
 from celery import Celery
@@ -111,8 +112,9 @@ class RetriedTask(Keyed[P, R_co], Generic[P, R_co]):
         if max_retries is not None and self.request.retries >= max_retries:
             raise RetriesExhausted(f"no result after {max_retries} retries") from exc
         if eta is not None:
-            countdown = max((maybe_make_aware(eta) - self.app.now()).total_seconds(), 0.0)
-        retry = Retry(exc=exc, when=_checked(self.default_retry_delay if countdown is None else countdown))
+            countdown = _seconds_until(eta, self.app)
+        when = self.default_retry_delay if countdown is None else countdown  # None: the task's own back-off
+        retry = Retry(exc=exc, when=None if when is None else _checked(when))
         retry.__cause__ = exc  # Celery's own copy, `retry.exc`, is another error if this one cannot be pickled
         if throw:
             raise retry
@@ -134,10 +136,15 @@ class RetriedTask(Keyed[P, R_co], Generic[P, R_co]):
             return False
 
 
-def again(retry: Retry) -> Again:
+def again(retry: Retry, app: Celery) -> Again:
     """What a `Retry` that ends a body asks for, also one that the body has made itself. Raises `InvalidArguments` for its delay."""
-    delay = float(_checked(retry.when)) if isinstance(retry.when, int | float) else None
+    when = _seconds_until(retry.when, app) if isinstance(retry.when, datetime) else retry.when
+    delay = float(_checked(when)) if isinstance(when, int | float) else None
     return Again(delay, retry.__cause__ or retry.exc or retry)
+
+
+def _seconds_until(time: datetime, app: Celery) -> float:
+    return max(float((maybe_make_aware(time) - app.now()).total_seconds()), 0.0)
 
 
 def _checked(countdown: float) -> float:

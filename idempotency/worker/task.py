@@ -229,7 +229,7 @@ class IdempotentTask(ControlledTask[P, R_co]):
             # as Celery stores it
             return result.as_tuple() if isinstance(result, ResultBase) else result
         except Retry as retry:
-            raise again(retry) from retry
+            raise again(retry, self.app) from retry
         except (Ignore, Reject) as error:
             if (replacement := self._replacement()) is not None:
                 return replacement

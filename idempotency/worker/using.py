@@ -19,6 +19,8 @@ from ..attempt.endings import MAX_DELAY
 from ..errors import InvalidArguments
 from ..handle import Handle, R_co
 from ..store.callers import AsyncCaller, Caller, Pending
+from ..wire.fitness import first_unfit
+from ..wire.limits import too_much_to_send
 
 if TYPE_CHECKING:
     from celery.result import AsyncResult
@@ -29,7 +31,12 @@ if TYPE_CHECKING:
 P = ParamSpec("P", default=...)
 
 # Options by which a worker, or the broker, would drop the message: Celery's, and the property of AMQP.
-_DROPPING = ("expires", "expiration")
+DROPPING = ("expires", "expiration")
+# The headers that Celery makes of options as they are.
+_HEADERS = {
+    "task_id": "id", "shadow": "shadow", "root_id": "root_id", "parent_id": "parent_id", "group_id": "group",
+    "stamped_headers": "stamped_headers",
+}  # fmt: skip
 
 
 class CallOptions(TypedDict, total=False):
@@ -73,9 +80,29 @@ class Using(Generic[P, R_co]):
 
 def check_kept(options: Mapping[str, Any]) -> None:
     """Raise `InvalidArguments` for an option by which the message could be dropped."""
-    for name in _DROPPING:
+    for name in DROPPING:
         if options.get(name) is not None:
             raise InvalidArguments(f"{name}: an accepted operation is never dropped; cancel it instead")
+
+
+def check_arrival(app: Celery, headers: Mapping[str, Any]) -> None:
+    """Raise `InvalidArguments` for headers that no worker would take, or that are too many to be sent."""
+    why = too_much_to_send(headers) or first_unfit(headers, app.timezone)
+    if why is not None:
+        raise InvalidArguments(why)
+
+
+def check_sent(app: Celery, options: Mapping[str, Any], headers: Mapping[str, Any]) -> None:
+    """Raise `InvalidArguments` for options of a call by which its message could be dropped, or with which it would be refused.
+
+    `headers`: the caller's, which Celery adds to those that it makes of the options.
+    """
+    check_kept(options)
+    made = {header: options.get(option) for option, header in _HEADERS.items()}
+    made["timelimit"] = [options.get("time_limit"), options.get("soft_time_limit")]
+    if isinstance(eta := options.get("eta"), str):
+        made["eta"] = eta
+    check_arrival(app, {**made, **headers})
 
 
 def checked_delay(countdown: object, eta: object) -> tuple[float, datetime | None]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
+from pathlib import Path
 from typing import Any
 
 import psycopg
@@ -133,3 +135,38 @@ def test_a_tenant_that_is_moved_is_charged_nothing_twice(
         fence = connection.execute(text("SELECT fence FROM idempotency.records WHERE key = 'new'")).scalar_one()
     assert found == [("after a refusal", "1"), ("left", "1"), ("new", "1"), ("spent", "7")]
     assert fence > 3000000
+
+
+def test_the_page_says_of_every_table_with_rows_of_a_tenant_what_becomes_of_it(engines: dict[str, Engine]) -> None:
+    """And its scripts do that, so that the next table is not forgotten."""
+    said = dict(re.findall(r"^\| ([a-z][^|]*) \| (`[a-z_`, ]+`) \|$", Path(PAGE).read_text(), re.MULTILINE))
+    kinds = {what: set(re.findall(r"`(\w+)`", tables)) for what, tables in said.items()}
+    moved, left, kept, passing = kinds.values()
+    of_tenants = """
+        SELECT c.relname FROM pg_class c
+        WHERE c.relnamespace = 'idempotency'::regnamespace AND c.relkind IN ('r', 'p') AND NOT c.relispartition AND EXISTS (
+            SELECT FROM pg_attribute a WHERE a.attrelid = c.oid AND a.attname IN ('tenant', 'letter') AND NOT a.attisdropped)
+    """
+    cascades = """
+        SELECT conrelid::regclass::text, confrelid::regclass::text FROM pg_constraint
+        WHERE contype = 'f' AND confdeltype = 'c' AND connamespace = 'idempotency'::regnamespace
+    """
+    with engines["eu"].connect() as connection:
+        tables = set(connection.execute(text(of_tenants)).scalars())
+        goes_with = {
+            (child.split(".")[1], parent.split(".")[1]) for child, parent in connection.execute(text(cascades))
+        }
+    assert moved | left | kept | passing == tables
+    assert len(moved) + len(left) + len(kept) + len(passing) == len(tables)
+    close, delete, reopen = blocks(PAGE, "sql")
+    (script,) = blocks(PAGE, "sh")
+    closed, deleted = (
+        set(re.findall(pattern + r" idempotency\.(\w+)", each))
+        for pattern, each in (("ALTER TABLE", close), ("DELETE FROM", delete))
+    )
+    for _ in range(2):  # a delivery's attempts go with it, and it with its endpoint
+        deleted |= {child for child, parent in goes_with if parent in deleted}
+    assert set(re.findall(r"^copy (\w+)", script, re.MULTILINE)) == moved
+    assert closed == set(re.findall(r"ALTER TABLE idempotency\.(\w+)", reopen))
+    assert moved < closed < moved | left
+    assert deleted == moved | left

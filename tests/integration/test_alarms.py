@@ -289,13 +289,24 @@ def test_an_alarm_that_its_receiver_does_not_take_is_logged_once(
     assert counter.get() == before + 1
 
 
+def test_an_alarm_is_sent_while_another_process_sends_alerts(
+    bank: Celery, queue: str, connection: Connection, sent: list[str], engine: Engine
+) -> None:
+    """It has one turn in a while, which a receiver that is slow for alerts must not use up."""
+    enqueue(connection, 1)
+    look(bank, connection)
+    with engine.execution_options(isolation_level="READ COMMITTED").begin() as other:
+        assert stored.try_lock(other, "webhook")
+        assert (look(bank, connection, later=61), len(sent)) == (1, 1)
+
+
 def test_an_alarm_is_logged_while_another_process_tells_the_webhook(
     bank: Celery, queue: str, connection: Connection, sent: list[str], engine: Engine, caplog: pytest.LogCaptureFixture
 ) -> None:
     enqueue(connection, 1)
     look(bank, connection)
     with engine.execution_options(isolation_level="READ COMMITTED").begin() as other:
-        assert stored.try_lock(other, "webhook")
+        assert stored.try_lock(other, "alarms")
         assert look(bank, connection, later=61) == 0
         assert [f'subject="queue {queue}"' in message for message in caplog.messages] == [True]
     assert (look(bank, connection), len(sent), len(caplog.messages)) == (1, 1, 1)

@@ -205,6 +205,22 @@ def test_a_repeated_request_archives_once(bank: Celery, letter: int, connection:
     assert connection.execute(text("SELECT count(*) FROM idempotency.audit")).scalar_one() == 1
 
 
+def test_a_repeated_request_does_not_say_that_it_has_archived_what_was_restored_since(
+    bank: Celery, letter: int, connection: Connection
+) -> None:
+    archive(bank, letter, Change("ann", "later", "r1"))
+    restore(bank, letter, Change("ben", "now", "r2"))
+    with pytest.raises(ChangeRefused, match="archived by this request before, and restored since"):
+        archive(bank, letter, Change("ann", "later", "r1"))
+    restore(bank, letter, Change("ben", "now", "r2"))
+    archive(bank, letter, ANN)
+    with pytest.raises(ChangeRefused, match="restored by this request before, and archived since"):
+        restore(bank, letter, Change("ben", "now", "r2"))
+    restore(bank, letter, ANN)
+    replay(bank, letter, ANN)
+    archive(bank, letter, Change("ann", "later", "r1"))  # closed since: there is nothing to look at again
+
+
 def test_the_commands_archive_what_filters_match(
     bank: Celery, run: Callable[..., Result], deliveries: Deliveries, connection: Connection
 ) -> None:

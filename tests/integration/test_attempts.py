@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from email.message import Message
 from typing import Any
 from urllib.error import HTTPError
@@ -329,6 +330,31 @@ def test_a_retry_after_less_than_no_time_is_due_at_once(
     assert record("k").status == "released"
     deliveries.deliver(task, key="k", origin="retry")
     assert code(record("k"))[0] == "attempts_exhausted"
+
+
+@pytest.mark.parametrize("zone", [UTC, None])
+def test_a_retry_by_hand_at_a_time_comes_then(
+    bank: Celery, deliveries: Deliveries, connection: Connection, zone: Any
+) -> None:
+    def body(self: Any) -> None:
+        raise Retry(when=(datetime.now(UTC) + timedelta(hours=5)).replace(tzinfo=zone))
+
+    assert deliveries.deliver(make_task(bank, body, max_attempts=3), key="k").state == "RETRY"
+    due = text("SELECT extract(epoch FROM available_at - clock_timestamp()) FROM idempotency.records")
+    assert 4.9 * 3600 < connection.execute(due).scalar_one() <= 5 * 3600
+
+
+def test_a_retry_of_a_task_without_a_default_delay_has_the_usual_back_off(
+    bank: Celery, deliveries: Deliveries, record: Record
+) -> None:
+    """Celery takes `default_retry_delay=None`."""
+
+    def body(self: Any) -> None:
+        raise self.retry(exc=ConnectionError("the provider is away"))
+
+    task = make_task(bank, body, max_attempts=3, default_retry_delay=None, permanent_errors=(TypeError,))
+    assert deliveries.deliver(task, key="k").state == "RETRY"
+    assert "the provider is away" in json.loads(record("k").error)["message"]
 
 
 # ---------------------------------------------------------------- attempts that are not used

@@ -81,6 +81,11 @@ def test_a_sound_set_up_has_nothing_to_refuse(configured: Celery, rabbitmq: None
         ),
         (
             "beat_schedule",
+            {"nightly": {"task": "tests.support.bank.deposit", "schedule": 60, "options": {"expiration": 5}}},
+            "beat_schedule nightly: expiration=5 for the idempotent task tests.support.bank.deposit, need none",
+        ),
+        (
+            "beat_schedule",
             {"nightly": {"task": "tests.support.bank.deposit", "schedule": 60, "kwargs": {"amount": 5}}},
             "beat_schedule nightly: arguments: missing a required argument: 'account' of the idempotent task tests.support",
         ),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from celery import Celery
 from pydantic import BaseModel
-from sqlalchemy import Connection, text
+from sqlalchemy import Connection, Engine, text
 from typer.testing import CliRunner
 
 from idempotency import PermanentError
@@ -482,14 +482,20 @@ def test_the_history_goes_with_the_letter_and_the_former_fingerprints_with_the_r
     assert connection.execute(text("SELECT count(*) FROM idempotency.former_fingerprints")).scalar_one() == 0
 
 
+@pytest.mark.parametrize("by", ["code of before", "this code on a database without the trigger"])
 def test_an_erasure_takes_the_messages_of_the_history(
-    bank: Celery, task: Any, letter: int, connection: Connection, deliveries: Deliveries
+    bank: Celery, task: Any, letter: int, superuser: Engine, deliveries: Deliveries, monkeypatch: Any, by: str
 ) -> None:
-    edit(bank, letter, payload(**RIGHT), ANN)
-    replay_and_run(bank, letter, connection, deliveries, task)
-    settle(connection)
-    erase(bank, OperationId("default", task.name, "o1"), ANN)
-    (row,) = edits.history(connection, letter)
+    with superuser.connect() as connection:
+        if by == "code of before":
+            monkeypatch.setattr(edits, "erase", lambda *_: None)
+        else:
+            connection.execute(text("DROP TRIGGER empty_edits ON idempotency.dead_letters"))
+        edit(bank, letter, payload(**RIGHT), ANN)
+        replay_and_run(bank, letter, connection, deliveries, task)
+        settle(connection)
+        erase(bank, OperationId("default", task.name, "o1"), ANN)
+        (row,) = edits.history(connection, letter)
     assert (row.before, row.after, row.edited_by) == ("", "", "ann")
 
 

@@ -10,7 +10,7 @@ from celery import Celery
 from pydantic import BaseModel
 from sqlalchemy import Connection, text
 
-from idempotency import PermanentError
+from idempotency import IdempotentTask, PermanentError
 from idempotency.errors import ChangeRefused
 from idempotency.operate.archive import archive
 from idempotency.operate.change import Change
@@ -137,3 +137,32 @@ def test_an_edit_that_nobody_can_approve_any_more_is_replaced_by_the_next_person
     approve_edit(bank, eve, found.id, asked.id)
     replay(bank, found.id, Change("eve", "corrected", is_verified=True))
     assert deliver_row(deliveries, task, op.outbox(connection)[-1]).value == {"refunded": 500}
+
+
+@pytest.mark.parametrize("changed", ["refuses the arguments", "names them otherwise", None])
+def test_an_edit_that_todays_task_would_make_something_else_of_is_not_approved(
+    bank: Celery, connection: Connection, deliveries: Deliveries, ran: list[int], changed: str | None
+) -> None:
+    """Between the request and its approval there was a deploy."""
+    task = task_of(bank, ran, moves_money=True)
+    deliveries.deliver(task, **WRONG)
+    (found,) = op.dead_letters(connection)
+    edit(bank, found.id, json.dumps({"args": ["o1", 4]}), ANN, person=Person("ann", "operator"))
+    (asked,) = edits.history(connection, found.id)
+
+    def refusing(self: Any, order_id: str) -> None: ...
+
+    def renamed(self: Any, order_id: str, fee: int) -> None: ...
+
+    new: Any = {"refuses the arguments": refusing, "names them otherwise": renamed}.get(changed or "")
+    if new is not None:
+        options = {"bind": True, "key": "{order_id}", "moves_money": True, "shared": False}
+        bank.tasks.pop(task.name)
+        bank.task(base=IdempotentTask, name=task.name, **options)(new)
+    ben = Person("ben", "approver")
+    if new is None:
+        approve_edit(bank, ben, found.id, asked.id)
+        return
+    with pytest.raises(ChangeRefused):
+        approve_edit(bank, ben, found.id, asked.id)
+    assert op.dead_letters(connection)[0].payload == found.payload

@@ -32,6 +32,55 @@ DECIDING = {
 }
 
 
+# a space that does not break, as names of customers have it: `str.isprintable` says no
+UNFIT: list[tuple[dict[str, Any], str]] = [
+    ({"task_id": "refund\u00a0of ann"}, "task_id: must be printable"),
+    ({"headers": {"headers": "text"}}, "headers: must be an object"),
+    (
+        {"headers": {f"h{number}": 1 for number in range(1950)}},
+        "headers: at most 1900, with those inside others, got 19",
+    ),
+    ({"headers": {"long": "x" * 125_000}}, "headers: at most 122880 bytes, got 125"),
+]
+UNFIT_SENT = [
+    ({"shadow": "refund\u00a0of ann"}, "shadow: must be printable"),
+    ({"time_limit": "soon"}, "time_limit and soft_time_limit: must be seconds"),
+    ({"eta": "tomorrow"}, "eta: must be a time"),
+    ({"group_id": "a\nb"}, "group_id: must be printable"),
+]
+
+
+def ids(value: Any) -> str:
+    return next(iter(value)) if isinstance(value, dict) else ""
+
+
+@pytest.mark.parametrize(("options", "what"), UNFIT, ids=ids)
+def test_what_a_worker_would_refuse_is_refused_where_it_is_enqueued(
+    bank: Celery, engine: Engine, options: dict[str, Any], what: str
+) -> None:
+    with transactional(engine).begin() as caller, pytest.raises(InvalidArguments, match=f"^{what}"):
+        b.deposit.enqueue(caller, "a", **options)
+
+
+@pytest.mark.parametrize(("options", "what"), [*UNFIT, *UNFIT_SENT], ids=ids)
+def test_what_a_worker_would_refuse_is_refused_where_it_is_sent(
+    bank: Celery, options: dict[str, Any], what: str
+) -> None:
+    follows: Any = b.deposit.s().set(idempotency_key="follows", **options)
+    with pytest.raises(InvalidArguments, match=f"^{what}"):
+        b.deposit.apply_async(("a",), **options)
+    with pytest.raises(InvalidArguments, match=f"^{what}"):
+        b.deposit.apply_async(("a",), link=follows)
+
+
+def test_a_task_that_makes_up_a_shadow_no_worker_would_take_is_told(
+    bank: Celery, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(b.deposit, "shadow_name", lambda args, kwargs, options: f"refund\n{args[0]}")
+    with pytest.raises(InvalidArguments, match="shadow: must be printable"):
+        b.deposit.delay("a")
+
+
 @pytest.mark.parametrize("name", DECIDING)
 def test_what_decides_over_a_message_is_refused_where_it_is_given(bank: Celery, engine: Engine, name: str) -> None:
     given = {name: "ethereum"}

@@ -11,7 +11,19 @@ import pytest
 from celery import Celery
 
 from idempotency.application import runtime_of, settings_of
-from idempotency.store import archive, batches, claims, effects, ends, objects, outbox, overview, recover, sharing
+from idempotency.store import (
+    archive,
+    batches,
+    claims,
+    edits,
+    effects,
+    ends,
+    objects,
+    outbox,
+    overview,
+    recover,
+    sharing,
+)
 from idempotency.store.overview import monitoring_connection
 from idempotency.store.statements import execute
 from tests.support.plans import explain
@@ -63,10 +75,11 @@ def test_the_sweep_of_large_results_finds_what_refers_to_one_by_its_index(planne
 
 
 @pytest.mark.plain
-def test_the_end_of_a_batch_finds_its_records_by_key(bank: Celery) -> None:
+@pytest.mark.parametrize("statement", [batches._COMPLETE, batches._COMPLETE_TRACED], ids=["plain", "traced"])
+def test_the_end_of_a_batch_finds_its_records_by_key(bank: Celery, statement: str) -> None:
     with runtime_of(bank).engine.connect() as connection:
         execute(connection, batches._SETTINGS, {"idle_ms": "1000"})
-        plan = explain(connection, batches._COMPLETE)
+        plan = explain(connection, statement)
     conditions = [line for line in plan.splitlines() if "Index Cond" in line]
     assert len(conditions) == 2, plan
     assert all("(key = " in each for each in conditions), plan
@@ -104,9 +117,8 @@ def test_a_sweep_reads_only_what_is_held(planned: Plan, statement: str) -> None:
 )
 def test_a_count_reads_a_window_of_an_index(bank: Celery, name: str, index: str) -> None:
     with monitoring_connection(settings_of(bank)) as connection:
-        plan = explain(
-            connection, getattr(overview, name).replace("{listed}", archive.condition(connection, "outside"))
-        )
+        query = getattr(overview, name).replace("{listed}", archive.condition(connection, "outside"))
+        plan = explain(connection, query.replace("{waits}", edits.waits_for_person(connection)))
     assert index in plan, plan
     assert "Seq Scan" not in plan, plan
 

@@ -4,17 +4,20 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+import kombu
 import pytest
 from celery import Celery
 from sqlalchemy import Connection, Engine, text
 
 from idempotency import OperationId
 from idempotency.errors import InvalidArguments
+from idempotency.letters.examine import examine
 from idempotency.operate import discard
 from idempotency.operate.erase import erase
 from idempotency.operate.people import Person
@@ -24,6 +27,7 @@ from idempotency.upkeep import maintenance
 from tests.integration.test_signed_messages import bank, environment, letters, signed  # noqa: F401
 from tests.support import bank as b
 from tests.support import operations as op
+from tests.support import queues
 from tests.support.dead_messages import body_of, publish
 from tests.support.operators import ANN, act
 from tests.support.processes import Processes, eventually
@@ -181,6 +185,45 @@ def test_what_the_application_itself_has_refused_to_send_is_not_called_altered(
     b.deposit.apply_async(("a1",), headers={"expires": "2000-01-01"}, idempotency_follows=True)
     (letter,) = letters(1)
     assert letter.reason == "invalid_header"
+
+
+UNFIT = "refund\u00a0of ann"
+
+
+@pytest.mark.parametrize("options", [{"shadow": UNFIT}, {"headers": {"headers": "text"}}, {"task_id": UNFIT}], ids=str)
+def test_what_follows_a_task_and_is_unfit_is_not_called_altered(bank: Celery, options: dict[str, Any]) -> None:
+    """No caller can be told any more, so it is sent, and says of itself that it was refused."""
+    queues.drained(bank)
+    b.deposit.apply_async(("a1",), idempotency_follows=True, **options)
+    (sent,) = queues.drained(bank)
+    arrived = kombu.Message(
+        body=sent.body,
+        headers=sent.headers,
+        content_type="application/json",
+        content_encoding="utf-8",
+        accept={"application/json"},
+    )
+    assert examine(bank, arrived).reason == "invalid_header"
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("unfit", ["id", "shadow"])
+def test_what_code_before_has_signed_and_is_unfit_is_one_letter_of_its_operation(
+    bank: Celery, relay: Relay, engine: Engine, connection: Connection, unfit: str
+) -> None:
+    """It was accepted, and a relay signs it: nobody has touched it, and to send it again would lead to nothing."""
+    with transactional(engine).begin() as caller:
+        b.deposit.enqueue(caller, "a1")
+        path = "{headers," + unfit + "}"
+        caller.execute(
+            text("UPDATE idempotency.outbox SET message = jsonb_set(message::jsonb, :path, :unfit)::text"),
+            {"path": path, "unfit": json.dumps(UNFIT)},
+        )
+    make_due = text("UPDATE idempotency.outbox SET available_at = now() WHERE status = 'pending'")
+    eventually(lambda: connection.execute(make_due) and op.dead_letters(connection))
+    (letter,) = op.dead_letters(connection)
+    assert (letter.reason, letter.task, letter.key) == ("unpublishable", b.deposit.name, "a1")
+    assert resent(bank, connection) == 0
 
 
 def test_no_sender_gives_a_message_a_time_to_live(bank: Celery) -> None:

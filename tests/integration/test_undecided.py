@@ -13,6 +13,7 @@ from sqlalchemy.orm import Session
 from idempotency import DidNotHappen, Handle, Happened, InvalidArguments, OperationId, StoredRefusal, Undecided
 from idempotency.application import runtime_of, settings_of
 from tests.support.deliveries import Deliveries
+from tests.support.documents import blocks
 from tests.support.operations import Record, make_due
 from tests.support.tasks import make_task
 
@@ -174,3 +175,19 @@ def test_what_has_ended_or_has_not_begun_is_not_woken(
     assert record("k") == before
     with pytest.raises(InvalidArguments, match="session"):
         Handle(bank, OperationId("default", task.name, "k")).wake("not a session")  # type: ignore[arg-type]
+
+
+def test_after_a_restore_what_only_a_webhook_decides_is_asked_about(
+    bank: Celery, engine: Engine, deliveries: Deliveries, provider: Provider, task: Any
+) -> None:
+    """The backup is of before the webhook, which was answered with 200 and does not come again."""
+    provider.seconds = math.inf
+    assert deliveries.deliver(task, key="k").state == "RETRY"
+    assert min(due_in(engine), sent_in(engine)) > 365 * 86400
+    for statement in blocks("docs/restore.md", "sql"):
+        with engine.begin() as owner:
+            owner.exec_driver_sql(statement)
+    assert max(due_in(engine), sent_in(engine)) <= 0
+    provider.decision = Happened("ch_1")
+    assert deliveries.deliver(task, key="k", origin="retry").state == "SUCCESS"
+    assert (provider.calls, provider.questions) == (1, 1)

@@ -323,7 +323,7 @@ def test_an_answer_under_another_api_key_changes_no_refund(shop: Shop, gateway: 
 def test_the_command_of_the_reconciliation_asks_about_what_is_pending_at_the_site(
     shop: Shop, gateway: Any, provider: Sandbox
 ) -> None:
-    """`python -m tasks.reconciliation`, as docs/payment-webhooks.md and step 6 of docs/restore.md say, in its own process."""
+    """`python -m tasks.reconciliation`, as docs/payment-webhooks.md and step 8 of docs/restore.md say, in its own process."""
     order, charge = paid(shop)
     environment = {
         **os.environ,

@@ -86,6 +86,8 @@ VALUES ('operation', 'acme', 'payments.capture_payment', :key, 1, 'payments', 't
         '{"code": "card_declined", "message": "declined"}', :fingerprint, :payload)
 RETURNING id
 """
+EDIT = """INSERT INTO idempotency.letter_edits (letter, tenant, task, key, edited_by, reason, before, after, fingerprint_after)
+SELECT id, tenant, task, key, 'ben', 'x', payload, payload, 'v1:x' FROM idempotency.dead_letters WHERE id = :id"""
 
 
 @asynccontextmanager
@@ -583,3 +585,14 @@ def test_what_was_declined_is_replayed_only_if_that_is_asked_for(admin: Admin) -
     assert answer.status_code == 200, answer.text
     (row,) = [row for row in admin.audited("replay") if row.key == id.key]
     assert row.actor == "ann"
+
+
+def test_what_somebody_has_asked_to_edit_is_replayed_only_if_that_is_asked_for(admin: Admin) -> None:
+    number, _ = admin.letter()
+    with admin.engine.connect() as connection:
+        connection.execute(text(EDIT), {"id": number})
+    asked = {"ids": [number], "reason": "r", "even_if_declined": True}
+    refused = admin.ask("POST", f"{LETTERS}/replay", json=asked)
+    assert refused.status_code == 409
+    assert refused.json()["detail"].endswith('. To do so, send "unedited": true')
+    assert admin.ask("POST", f"{LETTERS}/replay", json=asked | {"unedited": True}).status_code == 200

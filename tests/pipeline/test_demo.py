@@ -99,7 +99,7 @@ def test_over_http_every_line_is_accounted_for_under_duplicates_and_faults(tmp_p
         *("--refunds", write(tmp_path / "r.csv", REFUNDS, refunds)),
         *("--copies", "3", "--via", "http", "--report", tmp_path / "report.json"),
     )
-    output, errors = run.communicate(timeout=150)
+    output, errors = run.communicate(timeout=300)
 
     assert run.returncode == 0, output + errors
     # The refund of a whole purchase excludes the two parts of it; which of them is first is not promised.
@@ -194,7 +194,7 @@ def test_as_orders_every_purchase_ends_as_its_line_says(tmp_path: Path) -> None:
 )
 def test_an_unusable_file_or_option_is_one_line_and_nothing_is_started(options: list[str], message: str) -> None:
     run = demo(*options)
-    output, errors = run.communicate(timeout=30)
+    output, errors = run.communicate(timeout=120)
     assert run.returncode == 2
     assert output == ""
     assert errors.count("\n") == 1
@@ -221,7 +221,7 @@ def test_an_interrupted_run_leaves_no_process_and_no_directory(tmp_path: Path) -
     pids = [int(record.read_text().split()[0]) for record in tmp_path.glob("services-*/*/pid")]
     assert len(pids) >= 6
     run.send_signal(signal.SIGTERM)
-    _, errors = run.communicate(timeout=60)
+    _, errors = run.communicate(timeout=120)
 
     assert run.returncode == 130, errors
     assert time.time() - started < 120

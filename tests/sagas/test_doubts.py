@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 from sqlalchemy import text
 from sqlalchemy.exc import OperationalError
 
-from idempotency import EffectUnknown, Happened, IdempotentTask, PermanentError
+from idempotency import EffectUnknown, Happened, IdempotentTask, PermanentError, Undecided
 from idempotency.operate import saga as operate
 from idempotency.sagas import call, saga
 from idempotency.store import sagas
 from tests.sagas.application import enter, entering
 from tests.sagas.conftest import Stage
 from tests.sagas.test_people import id_of
+from tests.support.documents import blocks
 from tests.support.operators import ANN
 
 
@@ -162,3 +164,32 @@ def test_the_letter_of_a_mismatch_names_the_code_of_now(stage: Stage) -> None:
             text("SELECT last_error FROM idempotency.dead_letters WHERE task = 'misfit' AND status = 'open'")
         ).scalar_one()
     assert "'three'" in why, why
+
+
+def test_after_a_restore_a_saga_asks_for_what_only_a_webhook_decides(stage: Stage) -> None:
+    """The backup is of before the webhook. A saga that sleeps for another reason sleeps on."""
+    asked = list[bool]()
+
+    def charge(thing: str, *, idempotency_key: str) -> str:
+        raise Undecided(math.inf, "the bank decides")
+
+    def reconcile(thing: str, doubt: Any) -> Any:
+        asked.append(True)
+        return Happened("ch_1")
+
+    @saga("charging", key="{id}", app=stage.app)
+    def charging(saga: Any, id: str) -> Any:
+        return saga.effect("charge", charge, id, reconcile=reconcile)
+
+    @saga("sleeping", key="{id}", app=stage.app)
+    def sleeping(saga: Any, id: str) -> Any:
+        saga.sleep(3600.0)
+
+    charged, slept = stage.enqueue(charging, "r1"), stage.enqueue(sleeping, "s1")
+    stage.run()
+    assert (charged.status(), slept.status(), asked) == ("released", "released", [])
+    for statement in blocks("docs/restore.md", "sql"):
+        with stage.engine.begin() as owner:
+            owner.exec_driver_sql(statement)
+    stage.run()
+    assert (charged.status(), slept.status(), asked) == ("completed", "released", [True])

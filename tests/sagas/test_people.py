@@ -14,6 +14,7 @@ from idempotency.application import runtime_of
 from idempotency.errors import ChangeRefused, DiscardRefused, InvalidResult, OperationNotFound, ReplayRefused
 from idempotency.operate import discard
 from idempotency.operate import saga as operate
+from idempotency.operate.archive import archive
 from idempotency.operate.cancel import cancel
 from idempotency.operate.change import Change, Shown, read
 from idempotency.operate.people import Person
@@ -562,3 +563,16 @@ def test_the_letter_of_a_stopped_saga_asks_about_its_declined_undo(stage: Stage,
     stage.run()
     assert stage.accounts() == ["make:a", "make:b", "void:b", "void:a"]
     assert handle.status() == "failed"
+
+
+def test_the_letter_of_an_undo_that_a_saga_needs_is_not_archived(stage: Stage, stuck: Any) -> None:
+    stage.enqueue(stuck, "r1")
+    stage.run()
+    undo = letter_of(stage, stuck.void)
+    for letter, why in ((undo, "cannot be undone without it"), (letter_of(stage, stuck), "has stopped")):
+        with pytest.raises(ChangeRefused, match=why):
+            archive(stage.app, letter, ANN)
+    stuck.void.refuses.clear()
+    replay(stage.app, undo, ANN)
+    stage.run()
+    assert stage.accounts() == ["make:a", "make:b", "void:b", "void:a"]

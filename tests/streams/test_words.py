@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 from idempotency import streams
 from idempotency.attempt import entries
+from idempotency.checks import doctor
 from idempotency.checks.doctor import check_configuration
 from idempotency.cli.root import cli
 from idempotency.errors import InvalidArguments, ReplayRefused
@@ -83,6 +84,7 @@ def test_a_reconcile_that_cannot_be_called_says_what_it_is_called_with(bank: Any
 
 def test_an_application_of_streams_alone_is_told_nothing_of_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(declaring, "_declared", {})
+    monkeypatch.setattr(doctor, "idempotent_tasks", lambda app: [])  # shared ones, which other tests have imported
     app = Celery("shop", broker="amqp://localhost", set_as_current=False)
 
     def subjects() -> set[str]:

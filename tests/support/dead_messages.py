@@ -9,9 +9,12 @@ from typing import Any
 from uuid import uuid4
 
 from celery import Celery
+from kombu import Message as BrokerMessage
 from sqlalchemy import Connection, text
 
 from idempotency.letters.consumer import DeadLetterConsumer
+from idempotency.wire.headers import GENERATION_HEADER, OUTBOX_HEADER, SERVICE_HEADER
+from idempotency.wire.message import Message
 from tests.support import bank as b
 from tests.support import operations as op
 from tests.support.processes import eventually
@@ -39,12 +42,29 @@ def unpublishable(connection: Connection, task: Any, **arguments: Any) -> Any:
         text("UPDATE idempotency.outbox SET status = 'failed', settled_at = now(), last_error = 'x', attempts = 1")
     )
     connection.execute(
-        text("INSERT INTO idempotency.dead_letters (source, outbox_id, message_id, tenant, task, key, fingerprint, header_task,"
-             " consumer_service, reason, payload) SELECT 'relay', id, message_id, tenant, task, key, fingerprint, task, service,"
+        text("INSERT INTO idempotency.dead_letters (source, outbox_id, message_id, tenant, task, key, fingerprint, queue, header_task,"
+             " consumer_service, reason, payload) SELECT 'relay', id, message_id, tenant, task, key, fingerprint, queue, task, service,"
              " 'unpublishable', message FROM idempotency.outbox")
     )  # fmt: skip
     (letter,) = op.dead_letters(connection)
     return letter
+
+
+def dead(row: Any, queue: str) -> BrokerMessage:
+    """The message of an outbox row as the broker's dead-letter queue has it."""
+    message = Message.from_text(row.message)
+    marks = {OUTBOX_HEADER: row.message_id, GENERATION_HEADER: row.generation, SERVICE_HEADER: row.service}
+    return BrokerMessage(
+        body=message.body,
+        headers={**message.headers, **marks, "x-death": [{"queue": queue, "reason": "rejected"}]},
+        content_type="application/json",
+        content_encoding="utf-8",
+        delivery_info={"routing_key": f"{queue}-dead", "exchange": ""},
+        channel=None,
+        properties={},
+        delivery_tag="1",
+        accept={"application/json"},
+    )
 
 
 def publish(app: Celery, body: str | bytes = BODY, *, queue: str | None = None, **options: Any) -> None:

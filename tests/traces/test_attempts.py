@@ -302,6 +302,32 @@ def test_many_that_share_a_transaction_are_each_in_their_own_trace(bank: Celery,
     assert len({trace_of(span) for span in attempts}) == 2
 
 
+def test_a_duplicate_of_what_ran_in_a_batch_is_linked_and_what_is_reported_of_it_is_in_its_trace(
+    bank: Celery, deliveries: Deliveries, spans: Spans, engine: Engine
+) -> None:
+    """Each of the batch has noted its own span."""
+    accounts = ("e1", "e2", "e3")
+    with Session(runtime_of(bank).engine) as session, session.begin():
+        for account in accounts:
+            batched.post_entry.enqueue(session, account)
+    run_batch(bank, batched.post_entry, engine)
+    for account in accounts:
+        deliveries.deliver(batched.post_entry, account, key=account)
+    found = spans.named(f"process {queue(bank)}")
+    ran, late = found[:3], found[3:]
+    assert [said(span, "outcome") for span in found] == ["completed"] * 3 + ["duplicate"] * 3
+    assert [(said(span, "attempt"), said(span, "generation"), said(span, "taken_over")) for span in ran] == [
+        (1, 1, False)
+    ] * 3
+    assert [linked(span) for span in late] == [[(id_of(span), "other_delivery")] for span in ran]
+    assert [linked(span) for span in ran] == [[]] * 3
+    for account in accounts:
+        with in_trace_of(runtime_of(bank), OperationId("default", batched.post_entry.name, account), "report"):
+            pass
+    reports = [(trace_of(span), parent_of(span)) for span in spans.named("report")]
+    assert reports == [(trace_of(span), id_of(span)) for span in ran]
+
+
 def run_batch(bank: Celery, task: Any, engine: Engine) -> None:
     """Hand all that the outbox has for a task to a pool process, as one job."""
     from celery.app.trace import build_tracer

@@ -14,15 +14,18 @@ from celery import Celery
 from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, Sampler
 from sqlalchemy import Engine, text
+from sqlalchemy.orm import Session
 
 from idempotency.application import close_runtime, runtime_of
 from idempotency.errors import SettingsError
 from idempotency.settings import Settings
 from tests.support import bank as b
+from tests.support import batched
 from tests.support.deliveries import Deliveries
 from tests.support.operations import Record
 from tests.support.spans import Spans
 from tests.support.tasks import make_task
+from tests.traces.test_attempts import run_batch
 
 ROOT = Path(__file__).parents[2]
 URL = "postgresql+psycopg://localhost/x"
@@ -131,6 +134,26 @@ def test_without_the_column_there_are_spans_without_links(
     assert len(spans.named("commit")) == 2
     lines = [each.getMessage() for each in caplog.records if "traces_not_linked" in each.getMessage()]
     assert len(lines) == 1
+
+
+@pytest.mark.parametrize("links", ["without the column", "not sampled"])
+def test_a_batch_ends_whether_its_spans_can_be_noted_or_not(
+    bank: Celery, engine: Engine, superuser: Engine, record: Record, request: pytest.FixtureRequest, links: str
+) -> None:
+    traced(bank, lambda: TracerProvider(sampler=ALWAYS_OFF) if links == "not sampled" else TracerProvider(), request)
+    if links == "without the column":
+        with superuser.connect() as connection:
+            connection.execute(text("ALTER TABLE idempotency.records DROP COLUMN trace"))
+    for accounts in (("e1", "e2"), ("e3", "e4")):
+        with Session(runtime_of(bank).engine) as session, session.begin():
+            for account in accounts:
+                batched.post_entry.enqueue(session, account)
+        run_batch(bank, batched.post_entry, engine)
+        with engine.connect() as connection:
+            connection.execute(text("DELETE FROM idempotency.outbox"))
+        for account in accounts:
+            found = record(account)
+            assert (found.status, found.attempts, getattr(found, "trace", None)) == ("completed", 1, None)
 
 
 def test_by_default_there_are_none_where_no_provider_is_set_up(bank: Celery) -> None:

@@ -26,7 +26,9 @@ from idempotency.wire.headers import (
     all_headers,
     is_brokers,
 )
+from idempotency.wire.limits import too_much_to_send
 from idempotency.wire.message import Message
+from idempotency.wire.signing import is_covered
 
 MARKS = {KEY_HEADER: "order-1", TENANT_HEADER: "acme"}
 
@@ -74,6 +76,32 @@ def delivered(message: Message, app: Celery, *, extra: dict[str, Any] | None = N
 
 def composed(app: Celery, *args: Any, name: str = "pay", **options: Any) -> Message:
     return Message.composed(app, name, args, {"currency": "EUR"}, task_id="t-1", headers=MARKS, **options)
+
+
+# ---------------------------------------------------------------- what is kept
+
+
+LONG, MANY = {"tracestate": "x" * 127_000, "colour": "blue"}, {f"x{number}": 1 for number in range(1950)}
+
+
+@pytest.mark.parametrize("added", [LONG, MANY, {"argsrepr": "x" * 127_000}, {"deep": {"er": ["x" * 127_000]}}])
+def test_headers_that_could_not_be_sent_again_are_not_kept(app: Celery, added: dict[str, Any]) -> None:
+    """A broker takes more than a relay sends, which adds its own."""
+    sent = composed(app, 1)
+    context = {"traceparent": f"00-{'1' * 32}-{'2' * 16}-01"}
+    kept = Message.delivered(delivered(sent, app, extra=added | context | {"headers": sent.headers | added | context}))
+    assert too_much_to_send(kept.headers) is None
+    covered = {name for name in sent.headers if is_covered(name) and sent.headers[name] is not None}
+    assert covered <= kept.headers.keys()
+    assert kept.headers.keys() & (added.keys() - {"argsrepr"}) == set()
+    assert kept.headers["traceparent"] == context["traceparent"]
+
+
+def test_a_callers_headers_are_all_kept_if_they_can_be_sent(app: Celery) -> None:
+    sent = composed(app, 1)
+    given = {"colour": "blue", "long": "x" * 100_000}
+    kept = Message.delivered(delivered(sent, app, extra=given | {"headers": sent.headers | given}))
+    assert given.items() <= kept.headers.items()
 
 
 # ---------------------------------------------------------------- as text

@@ -10,6 +10,7 @@ from celery import Celery, exceptions
 from idempotency import IdempotentTask, SettingsError
 from idempotency.checks.doctor import check_configuration
 from idempotency.checks.findings import Level
+from idempotency.checks.settings import check_routes
 from idempotency.providers import STRIPE
 
 # The warning of a second function of one name.
@@ -151,3 +152,12 @@ def test_a_function_that_a_factory_makes_again_prevents_no_start(app: Celery) ->
 def refused(app: Celery, level: Level = Level.REFUSAL) -> str:
     findings = check_configuration(app, None)
     return "\n".join(str(finding) for finding in findings if finding.level is level)
+
+
+def test_a_route_by_which_the_broker_would_drop_work_is_refused(app: Celery) -> None:
+    pay = task(app, name="pay")
+    app.conf.update(task_routes={"pay": {"expiration": 5}})
+    (finding,) = check_routes(app, [pay])
+    assert (finding.level, finding.subject) == (Level.REFUSAL, "task_routes")
+    assert finding.found == "expiration=5 for the idempotent task pay, need none"
+    assert check_routes(app, [task(app, name="other")]) == []

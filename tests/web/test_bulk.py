@@ -6,20 +6,27 @@ import re
 import threading
 from typing import Any
 
+import pytest
 from celery import Celery
-from sqlalchemy import Connection, text
+from sqlalchemy import Connection, Engine, text
 
-from idempotency import IdempotentTask, PermanentError
+from idempotency import IdempotentTask, OperationId, PermanentError
 from idempotency.letters.consumer import DeadLetterConsumer
+from idempotency.operate.archive import archive, restore
+from idempotency.operate.change import Change
 from idempotency.operate.people import Person
+from idempotency.sagas import saga
+from idempotency.store.outbox import _UNPUBLISHABLE
 from idempotency.web import bulk
 from idempotency.web.bulk import Bulk
+from tests.sagas.conftest import Stage
+from tests.support import operations as op
 from tests.support.dead_messages import body_of, headers, publish
 from tests.support.deliveries import Deliveries
 from tests.support.processes import eventually
 from tests.support.tasks import make_task
 from tests.web.conftest import Browser, Open
-from tests.web.test_changes import audited, confirm, deliver_all, letters, shown
+from tests.web.test_changes import audited, confirm, deliver_all, flaky, letters, shown
 
 
 def declining(bank: Celery) -> Any:
@@ -47,10 +54,21 @@ def begun(page: Browser, **fields: str) -> tuple[str, dict[str, str]]:
     """Begin a bulk with its warnings read. Returns its address, and the fields of its form."""
     first = page.post("/bulk/begin", {"only_reason": "gone", "reason": "again"} | fields)
     assert first.status_code == 200, first.text
-    address = confirm(page, first).headers["location"]
+    return form_of(page, confirm(page, first))
+
+
+def form_of(page: Browser, answer: Any) -> tuple[str, dict[str, str]]:
+    """Where an answer leads, and the fields of the form there."""
+    assert answer.status_code == 303, answer.text
+    address = answer.headers["location"]
     found = re.search(r'name="of" value="([^"]*)"', page.get(address).text)
     assert found is not None
     return address, {"of": found[1]}
+
+
+def begun_without_warnings(page: Browser, **fields: str) -> tuple[str, dict[str, str]]:
+    """Begin a bulk of what needs no confirmation."""
+    return form_of(page, page.post("/bulk/begin", {"reason": "again"} | fields))
 
 
 def said(page: Browser, address: str) -> str:
@@ -94,7 +112,7 @@ def test_what_was_chosen_is_of_the_person_who_was_shown_it(browser: Open, bank: 
 def test_the_address_of_the_largest_bulk_fits_into_a_buffer_of_a_proxy(browser: Open) -> None:
     desk = browser("otto").client.app.state.desk
     ids = list(range(10_345_000, 10_345_000 + 7 * bulk.MOST, 7))
-    largest = Bulk("f" * 32, ids, "otto", "again " * 20, frozenset(), goes_on=True)
+    largest = Bulk("f" * 32, ids, "otto", "again " * 20, frozenset(), True, 99, 99, frozenset(ids))
     of = largest.signed(desk)
     assert len(of) < bulk.LONGEST
     assert Bulk.of(desk, of) == largest
@@ -168,7 +186,7 @@ def test_a_bulk_goes_on_by_itself_only_where_its_last_stage_was_sent(
 ) -> None:
     """Not where somebody opens its link, in another session of the same person, and not after a refusal."""
     task = declining(bank)
-    decline(task, deliveries, *range(12))
+    decline(task, deliveries, *range(13))
     task.declined.clear()
     otto = browser("otto")
     address, of = begun(otto, goes_on="1")
@@ -186,7 +204,7 @@ def test_a_bulk_goes_on_by_itself_only_where_its_last_stage_was_sent(
     assert "was refused" in otto.get(after).text
     deliver_all(bank, deliveries, connection)
     again = otto.get(after)
-    assert ("Replay the next" in again.text, "data-submit" in again.text) == (True, False)
+    assert ("Replay the next 1<" in again.text, "data-submit" in again.text) == (True, False)
 
 
 def test_two_who_send_a_stage_at_once_replay_each_letter_once(
@@ -277,3 +295,212 @@ def test_letters_of_a_task_that_no_worker_knew_are_followed_to_the_end(
             assert f"{completed} of 2 completed" in said(otto, address)
     finally:
         bank.tasks.pop("web.soon", None)
+
+
+# ---------------------------------------------------------------- what is refused, and what is no part of it
+
+
+def failing(bank: Celery, deliveries: Deliveries, *names: str) -> tuple[Any, set[str]]:
+    """A task whose operations of these keys have failed, and those that would fail again."""
+    fails = set(names)
+    task = flaky(bank, fails)
+    for name in sorted(fails):
+        deliveries.deliver(task, name=name, key=name)
+    return task, fails
+
+
+def test_what_is_refused_is_passed_over_and_the_rest_is_sent(
+    browser: Open, bank: Celery, deliveries: Deliveries, connection: Connection
+) -> None:
+    task, fails = failing(bank, deliveries, "n0", "n1", "n2", "n3")
+    otto = browser("otto")
+    _, of = begun_without_warnings(otto, only_task=task.name)
+    fails.clear()
+    first, second, third, _ = letters(connection)
+    archive(bank, first.id, Change("olga", "not now"))
+    archive(bank, third.id, Change("olga", "not now"))
+    after = otto.post("/bulk/next", of).headers["location"]
+    # one is tried before many, also if the first of them is refused
+    assert deliver_all(bank, deliveries, connection) == 1
+    assert [row.details["dead_letter"] for row in audited(connection, "replay")] == [second.id]
+    told = said(otto, after)
+    assert f"1 replayed. Letter {first.id} was refused: archived at" in told
+    assert "1 of 4 completed · 2 waiting · 1 refused" in told
+    (field,) = re.findall(r'name="of" value="([^"]*)"', otto.get(after).text)
+    after = otto.post("/bulk/next", {"of": field}).headers["location"]
+    assert deliver_all(bank, deliveries, connection) == 1
+    told = said(otto, after)
+    assert f"Letter {third.id} was refused: archived at" in told
+    assert ("2 of 4 completed · 2 refused" in told, "It is over" in told, "Stopped" in told) == (True, True, False)
+
+
+@pytest.mark.long
+def test_an_address_of_before_a_refusal_sends_the_rest_as_well(
+    browser: Open, bank: Celery, deliveries: Deliveries, connection: Connection
+) -> None:
+    """It knows of no refusal: who opens it sees the letter wait, and it is tried again."""
+    task, fails = failing(bank, deliveries, "n0", "n1", "n2")
+    otto = browser("otto")
+    address, of = begun_without_warnings(otto, only_task=task.name)
+    fails.clear()
+    first, *_ = letters(connection)
+    archive(bank, first.id, Change("olga", "not now"))
+    for _ in range(2):
+        assert otto.post("/bulk/next", of).status_code == 303
+        assert deliver_all(bank, deliveries, connection) == 1
+    assert "2 of 3 completed · 1 waiting" in said(otto, address)
+    restore(bank, first.id, Change("olga", "now"))
+    assert otto.post("/bulk/next", of).status_code == 303
+    assert deliver_all(bank, deliveries, connection) == 1
+    assert "3 of 3 completed" in said(otto, address)
+
+
+def test_what_can_never_be_replayed_is_left_out_and_counted(
+    browser: Open, bank: Celery, deliveries: Deliveries, connection: Connection
+) -> None:
+    task, fails = failing(bank, deliveries)
+    deliveries.deliver(task, name="done", key="done")
+    deliveries.deliver(task, name="other", key="done")
+    assert [row.reason for row in letters(connection)] == ["fingerprint_mismatch"]
+    otto = browser("otto")
+    refused = otto.post("/bulk/begin", {"only_task": task.name, "reason": "again"})
+    assert (refused.status_code, "1 letter that can never be replayed" in shown(refused)) == (409, True)
+    fails.update({"n1", "n2"})
+    for name in sorted(fails):
+        deliveries.deliver(task, name=name, key=name)
+    fails.clear()
+    address, of = begun_without_warnings(otto, only_task=task.name)
+    assert "Left out: 1 letter that can never be replayed, only discarded." in said(otto, address)
+    for completed in (1, 2):
+        otto.post("/bulk/next", of)
+        deliver_all(bank, deliveries, connection)
+        assert f"{completed} of 2 completed" in said(otto, address)
+
+
+@pytest.mark.long
+def test_an_error_of_the_application_that_has_the_name_of_ours_is_replayed_with_others(
+    browser: Open, bank: Celery, deliveries: Deliveries, connection: Connection
+) -> None:
+    task = declining(bank)
+    task.declined[1] = "fingerprint_mismatch"
+    deliveries.deliver(task, n=1, key="k1")
+    task.declined.clear()
+    otto = browser("otto")
+    address, of = begun_without_warnings(otto, only_reason="fingerprint_mismatch")
+    otto.post("/bulk/next", of)
+    deliver_all(bank, deliveries, connection)
+    told = said(otto, address)
+    assert ("1 of 1 completed" in told, "Left out" in told) == (True, False)
+
+
+# ---------------------------------------------------------------- what has failed again
+
+
+def give_up(connection: Connection) -> None:
+    """As a relay does with a row that can never be published."""
+    connection.exec_driver_sql(
+        f"""WITH failed AS (
+            UPDATE idempotency.outbox SET status = 'failed', last_error = 'too long', attempts = attempts + 1,
+                settled_at = clock_timestamp() WHERE status = 'pending' AND origin = 'replay' RETURNING *
+        ) {_UNPUBLISHABLE}""",
+        {"service": "bank"},
+    )
+
+
+def die_on_its_way(connection: Connection, origin: str) -> None:
+    """As a relay stores the message of a row of this origin that it finds in a dead-letter queue."""
+    connection.execute(
+        text(
+            "INSERT INTO idempotency.dead_letters (source, outbox_id, tenant, task, key, fingerprint, reason, consumer_service, payload)"
+            " SELECT 'broker', id, tenant, task, key, fingerprint, 'delivery_limit', 'bank', message FROM idempotency.outbox WHERE origin = :origin"
+        ),
+        {"origin": origin},
+    )
+
+
+@pytest.mark.parametrize(
+    ("dies", "reason"),
+    [
+        pytest.param(give_up, "unpublishable", id="not published"),
+        pytest.param(
+            lambda connection: die_on_its_way(connection, "replay"),
+            "delivery_limit",
+            id="dead on its way",
+            marks=pytest.mark.long,
+        ),
+    ],
+)
+def test_a_replay_whose_message_does_not_arrive_has_failed_again(
+    browser: Open, bank: Celery, deliveries: Deliveries, connection: Connection, dies: Any, reason: str
+) -> None:
+    task, _ = failing(bank, deliveries, "n0", "n1")
+    otto = browser("otto")
+    address, of = begun_without_warnings(otto, only_task=task.name)
+    otto.post("/bulk/next", of)
+    dies(connection)
+    newest = letters(connection)[-1]
+    assert (newest.key, newest.reason, newest.status) == ("n0", reason, "open")
+    told = said(otto, address)
+    assert "Stopped: 1 failed again" in told
+    assert f"letter {newest.id}" in told
+    assert "failed again" in shown(otto.post("/bulk/next", of))
+
+
+def test_another_request_under_the_key_and_a_late_copy_stop_no_replay_that_runs(
+    browser: Open, bank: Celery, deliveries: Deliveries, connection: Connection
+) -> None:
+    task, fails = failing(bank, deliveries, "n0", "n1")
+    otto = browser("otto")
+    address, of = begun_without_warnings(otto, only_task=task.name)
+    otto.post("/bulk/next", of)
+    deliveries.deliver(task, name="other", key="n0")
+    assert letters(connection)[-1].reason == "fingerprint_mismatch"
+    # of the message before the replay, which a broker has kept
+    connection.execute(
+        text(
+            "INSERT INTO idempotency.outbox (message_id, tenant, task, key, fingerprint, message, queue, origin, status, published_at)"
+            " SELECT 'm', tenant, task, key, fingerprint, payload, '', 'enqueue', 'published', now()"
+            " FROM idempotency.dead_letters ORDER BY id LIMIT 1"
+        )
+    )
+    die_on_its_way(connection, "enqueue")
+    assert op.record(connection, OperationId("default", task.name, "n0")).status == "released"
+    told = said(otto, address)
+    assert ("1 running" in told, "Stopped" in told) == (True, False)
+    fails.clear()
+    assert deliver_all(bank, deliveries, connection) == 1
+    assert "1 of 2 completed · 1 waiting" in said(otto, address)
+
+
+def test_a_saga_that_could_not_be_undone_and_has_been_by_now_has_not_failed_again(
+    browser: Open, bank: Celery, deliveries: Deliveries, connection: Connection, engine: Engine
+) -> None:
+    stage, is_broken = Stage(bank, engine, deliveries), [True]
+
+    def undo(self: Any, id: str) -> None:
+        if is_broken[0]:
+            raise ValueError("the warehouse is away")
+
+    undoing = make_task(bank, undo, key="{id}", max_attempts=1)
+
+    @saga("web.undone", key="{id}", app=bank)
+    def undone(saga: Any, id: str) -> None:
+        saga.step("make", lambda session, id: 1, id, undo=undoing)
+        raise PermanentError("no", "sold_out")
+
+    for id in ("r1", "r2", "r3"):
+        stage.enqueue(undone, id)
+    stage.run()
+    otto = browser("otto")
+    address, of = begun_without_warnings(otto, only_reason="compensation_failed")
+    is_broken[0] = False
+    otto.post("/bulk/next", of)
+    assert "1 running" in said(otto, address)
+    stage.run()
+    assert stage.saga("r1").status == "FAILED"
+    assert "0 of 3 completed · 1 undone · 2 waiting" in said(otto, address)
+    # and one that could not be undone once more has
+    is_broken[0] = True
+    otto.post("/bulk/next", of)
+    stage.run()
+    assert "Stopped: 2 failed again" in said(otto, address)

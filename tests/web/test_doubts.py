@@ -10,6 +10,10 @@ import pytest
 from celery import Celery
 from sqlalchemy import Connection, Engine, text
 
+from idempotency import Happened, OperationId
+from idempotency.operate.archive import archive, restore
+from idempotency.operate.change import Change, read
+from idempotency.operate.resolve import resolve_effect
 from idempotency.sagas import saga
 from idempotency.store import doubts
 from tests.support import operations as op
@@ -150,3 +154,21 @@ def test_the_claim_that_ends_an_operation_is_not_called_an_attempt(
         said = shown(otto.get(path))
         assert "2 attempts, and 1 claim to end it" in said, path
         assert "3 attempts" not in said, path
+
+
+@pytest.mark.long
+def test_an_archived_letter_is_not_on_the_list_of_money_in_doubt(
+    browser: Open, bank: Celery, connection: Connection, unknown: Any
+) -> None:
+    """A person has said what has become of its call; replayed it is once it is restored."""
+    (letter,) = op.dead_letters(connection)
+    id = OperationId("default", unknown.name, "k")
+    otto, link = browser("otto"), f'href="/letters/{letter.id}"'
+    said = Change("ann", "it is there", is_verified=True)
+    resolve_effect(bank, read(connection, id, "bank"), "charge", Happened(1), said)
+    assert link in otto.get("/doubts").text
+    archive(bank, letter.id, said)
+    assert link not in otto.get("/doubts").text
+    assert "said by a person" in otto.get(f"/letters/{letter.id}").text
+    restore(bank, letter.id, said)
+    assert link in otto.get("/doubts").text

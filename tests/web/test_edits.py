@@ -80,7 +80,7 @@ def test_of_money_another_person_approves_an_edit(
     adam, anna, otto = browser("adam"), browser("anna"), browser("otto")
     assert browser("rita").post(f"{path}/edit", {"reason": "x", "payload": RIGHT}).status_code == 403
     assert adam.post(f"{path}/edit", {"reason": "typing error", "payload": RIGHT}).status_code == 303
-    assert "a replay sends the message without it" in shown(otto.get(path))
+    assert "'adam' has asked at" in shown(otto.get(path))
     waiting = anna.get("/approvals").text
     assert f'href="{path}"' in waiting.partition('id="edits"')[2]
     assert f'href="{path}"' not in browser("tina").get("/approvals").text, "of another tenant"
@@ -123,3 +123,77 @@ def test_edits_that_wait_are_in_pages(
     discards, edits = olga.get(html.unescape(older)).text.split('id="edits"')
     for part in (discards, edits):
         assert [f"order-{number}" in part for number in range(3)] == [True, False, False]
+
+
+@pytest.fixture
+def waits(bank: Celery, deliveries: Deliveries, connection: Connection) -> Any:
+    """The letter of a refund of 50,000 cents, of which somebody has said that it should be of 500; and what has run since, by amount."""
+    ran: list[int] = []
+    is_broken = [True]
+
+    def refund(self: Any, order_id: str, cents: int) -> int:
+        if is_broken[0]:
+            raise ValueError("the provider is away")
+        ran.append(cents)
+        return cents
+
+    task = make_task(bank, refund, key="{order_id}", max_attempts=1, moves_money=True)
+    deliveries.deliver(task, order_id="o1", cents=50_000)
+    (letter,) = letters(connection)
+    adam = Person("adam", "operator", bank.conf["idempotency_oidc_issuer"])
+    right = json.dumps({"kwargs": {"order_id": "o1", "cents": 500}})
+    edit(bank, letter.id, right, Change("adam", "a hundred times too much", is_verified=True), person=adam)
+    is_broken[0] = False
+    task.letter, task.ran, task.is_broken = letter.id, ran, is_broken
+    return task
+
+
+def test_a_bulk_leaves_out_what_somebody_has_asked_to_edit(
+    browser: Open, waits: Any, bank: Celery, deliveries: Deliveries, connection: Connection
+) -> None:
+    otto = browser("otto")
+    asked = {"only_task": waits.name, "reason": "the provider is back"}
+    refused = otto.post("/bulk/begin", asked)
+    assert refused.status_code == 409
+    assert "1 letter that somebody has asked to edit: approve the edit, or replay it alone" in shown(refused)
+    waits.is_broken[0] = True
+    deliveries.deliver(waits, order_id="o2", cents=7)
+    waits.is_broken[0] = False
+    address = otto.post("/bulk/begin", asked).headers["location"]
+    assert "Left out: 1 letter that somebody has asked to edit" in shown(otto.get(address))
+    (of,) = re.findall(r'name="of" value="([^"]*)"', otto.get(address).text)
+    otto.post("/bulk/next", {"of": of})
+    assert deliver_all(bank, deliveries, connection) == 1
+    assert waits.ran == [7]
+
+
+def test_a_bulk_passes_over_what_somebody_has_asked_to_edit_since_it_was_begun(
+    browser: Open, waits: Any, bank: Celery, deliveries: Deliveries, connection: Connection
+) -> None:
+    connection.exec_driver_sql("CREATE TEMP TABLE later AS SELECT * FROM idempotency.letter_edits")
+    connection.exec_driver_sql("DELETE FROM idempotency.letter_edits")
+    otto = browser("otto")
+    address = otto.post("/bulk/begin", {"only_task": waits.name, "reason": "back"}).headers["location"]
+    (of,) = re.findall(r'name="of" value="([^"]*)"', otto.get(address).text)
+    connection.exec_driver_sql("INSERT INTO idempotency.letter_edits OVERRIDING SYSTEM VALUE SELECT * FROM later")
+    after = otto.post("/bulk/next", {"of": of}).headers["location"]
+    assert f"0 replayed. Letter {waits.letter} was refused" in shown(otto.get(after))
+    assert "'adam' has asked" in shown(otto.get(after))
+    assert deliver_all(bank, deliveries, connection) == 0
+
+
+def test_a_replay_without_the_edit_that_waits_takes_a_word_of_its_own(
+    browser: Open, waits: Any, bank: Celery, deliveries: Deliveries, connection: Connection
+) -> None:
+    otto, path = browser("otto"), f"/letters/{waits.letter}"
+    page = otto.get(path)
+    assert "a replay sends the message without the edit, with the arguments that were found to be wrong" in shown(page)
+    assert 'name="confirmed"' not in page.text, "nothing else of it is to be confirmed"
+    (tick,) = re.findall(r'name="unedited" value="([^"]+)"', page.text)
+    for said in ("", "another"):
+        refused = otto.post(f"{path}/replay", {"reason": "back", "unedited": said})
+        assert (refused.status_code, "'adam' has asked" in shown(refused)) == (409, True)
+    assert deliver_all(bank, deliveries, connection) == 0
+    assert otto.post(f"{path}/replay", {"reason": "adam was wrong", "unedited": tick}).status_code == 303
+    assert deliver_all(bank, deliveries, connection) == 1
+    assert waits.ran == [50_000]

@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
+import threading
 import time
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +86,41 @@ def test_while_the_provider_is_away_a_charge_waits_and_uses_up_no_attempt(
     assert (last.state, last.value["amount"]) == ("SUCCESS", 1250)
     assert len(charges(shop, "p5")) == 1
     assert connection.execute(text("SELECT attempts FROM idempotency.records WHERE key = 'p5'")).scalar_one() == 1
+
+
+@pytest.fixture(params=[401, 403])
+def refusing(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Answers as Stripe does to a key that was revoked (401), and to a restricted one that lacks the permission (403)."""
+
+    class Refusing(BaseHTTPRequestHandler):
+        def _answer(self) -> None:
+            self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            said = {"type": "invalid_request_error", "message": "The provided key does not have access"}
+            self.send_response(request.param)
+            self.send_header("Content-Type", "application/json")
+            self.end_headers()
+            self.wfile.write(json.dumps({"error": said}).encode())
+
+        do_GET = _answer  # noqa: N815
+        do_POST = _answer  # noqa: N815
+
+        def log_message(self, *_: Any) -> None: ...
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Refusing) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+
+
+def test_while_the_provider_refuses_our_key_a_charge_waits_and_uses_up_no_attempt(
+    shop: dict[str, Any], deliveries: Deliveries, engine: Engine, refusing: str, connection: Connection
+) -> None:
+    shop["client"] = stripe.StripeClient("sk_test_sandbox", base_addresses={"api": refusing}, max_network_retries=0)
+    for _ in range(7):  # more than max_attempts
+        assert capture(shop, deliveries, "p7", origin="retry").state == "RETRY"
+        make_due(engine, "p7")
+    found = connection.execute(text("SELECT status, attempts FROM idempotency.records WHERE key = 'p7'")).one()
+    assert tuple(found) == ("released", 0)
 
 
 def test_a_stored_failure_leads_to_the_next_key_and_a_decline_to_an_end(

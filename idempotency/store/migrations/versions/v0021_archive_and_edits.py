@@ -74,9 +74,21 @@ CREATE TABLE IF NOT EXISTS idempotency.former_fingerprints (
     PRIMARY KEY (tenant, task, key, fingerprint)
 );
 """
-# As `dead_letters_groups`, with whether it is archived, so that counting still reads no letter itself.
+# An erasure empties a letter's message, whichever code carries it out. Its history goes with it, which older code does not know.
+EMPTY = """
+CREATE OR REPLACE FUNCTION idempotency.empty_edits() RETURNS trigger LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp AS $$
+BEGIN
+    UPDATE idempotency.letter_edits SET before = '', after = '' WHERE letter = NEW.id;
+    RETURN NULL;
+END $$;
+DROP TRIGGER IF EXISTS empty_edits ON idempotency.dead_letters;
+CREATE TRIGGER empty_edits AFTER UPDATE OF payload ON idempotency.dead_letters FOR EACH ROW
+WHEN (OLD.payload <> '' AND NEW.payload = '') EXECUTE FUNCTION idempotency.empty_edits();
+"""
+# As `dead_letters_groups`, of what is not archived: however many letters are, counting reads none of them. Code of 0020 counts those,
+# too, and reads the letters for it.
 LISTED = """CREATE INDEX CONCURRENTLY dead_letters_listed ON idempotency.dead_letters (consumer_service, id)
-    INCLUDE (reason, task, header_task, code_version, tenant, failed_at, archived_at) WHERE status = 'open'"""
+    INCLUDE (reason, task, header_task, code_version, tenant, failed_at) WHERE status = 'open' AND archived_at IS NULL"""
 # Few: for their number and the oldest.
 ARCHIVED = """CREATE INDEX CONCURRENTLY dead_letters_archived ON idempotency.dead_letters (consumer_service, archived_at)
     WHERE archived_at IS NOT NULL"""
@@ -85,7 +97,7 @@ GROUPS = """CREATE INDEX CONCURRENTLY dead_letters_groups ON idempotency.dead_le
 
 
 def upgrade() -> None:
-    for statement in (ARCHIVE, UNARCHIVE, *TRIGGERS, EDITS):
+    for statement in (ARCHIVE, UNARCHIVE, *TRIGGERS, EDITS, EMPTY):
         op.execute(statement)
     create_index(LISTED)  # these commit
     create_index(ARCHIVED)
@@ -93,6 +105,8 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
+    op.execute("DROP TRIGGER empty_edits ON idempotency.dead_letters")
+    op.execute("DROP FUNCTION idempotency.empty_edits()")
     op.execute("DROP TABLE idempotency.letter_edits, idempotency.former_fingerprints")
     op.execute("DROP TRIGGER unarchive ON idempotency.dead_letters")
     op.execute("DROP FUNCTION idempotency.unarchive()")
