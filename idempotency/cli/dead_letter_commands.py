@@ -177,7 +177,8 @@ def replay_letters(
         what = "one of these dead letters" if (one := single_of(ids)) is None else f"dead letter {one}"
         by = proven_if(celery, by, lambda own: letters_move_money(celery, own, chosen), action="replay", what=what)
         if unconfirmed:
-            confirm(warnings(unconfirmed, len(chosen) - len(out)), yes=yes)
+            left_over = len(chosen) - len(out)
+            confirm(warnings(unconfirmed, left_over), left_over, yes=yes)
 
     def replay_one(letter: int) -> dict[str, Any]:
         change = replace(by, request_id=None if request_id is None else f"{request_id}:{letter}")

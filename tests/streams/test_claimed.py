@@ -93,7 +93,7 @@ def test_what_kills_its_processes_and_those_that_would_end_it_is_left_to_the_rel
     rabbit.broker.publish({"account": "bad", "how": "kill"})
     for _ in range(2):
         process = rabbit.start(max_attempts=5, batch=1)
-        eventually(lambda p=process: p.has_ended, what=process.log)  # type: ignore[misc]
+        eventually(lambda p=process: p.has_ended, what=process.log)
     rabbit.query("UPDATE idempotency.records SET attempts = 40, spent_at = 6 RETURNING 1")
     process = rabbit.start(max_attempts=5, batch=1)
     eventually(lambda: "stream_waits_for_claim" in process.log, what=process.log)
