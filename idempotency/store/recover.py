@@ -67,6 +67,13 @@ RECOVER = Sweep(
 SELECT (SELECT count(*) FROM released)""",
 )
 
+# By a process of the application, whose role does not see what sweeps have set aside.
+_RECOVER_ONE = f"""
+WITH due AS MATERIALIZED (
+    SELECT r.tenant, r.task, r.key FROM idempotency.records r WHERE {RECOVER.due} AND {THIS_RECORD} FOR UPDATE OF r SKIP LOCKED
+) {RECOVER.then}
+"""
+
 # Ended one by one in Python (`end_spent`): they are rare, and Python decides how an operation may end.
 EXHAUST = Sweep(
     "exhaust",
@@ -110,7 +117,7 @@ def holder(connection: Connection, id: OperationId) -> str | None:
 
 def release_one(connection: Connection, bounds: Bounds, id: OperationId) -> bool:
     """Release one operation, if it has lost its holder and is not out of attempts for long. False: nothing has changed."""
-    return bool(connection.exec_driver_sql(RECOVER.single, bounds.parameters() | named(id)).scalar_one())
+    return bool(connection.exec_driver_sql(_RECOVER_ONE, bounds.parameters() | named(id)).scalar_one())
 
 
 def release(connection: Connection, bounds: Bounds, *, limit: int) -> int:
