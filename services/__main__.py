@@ -1,11 +1,13 @@
-"""``python -m services up | down | status | env``: the servers for development, kept in var/services."""
+"""``python -m services up | down | status | env``: the servers for development, kept in var/services; `kafka`: one in memory."""
 
 from __future__ import annotations
 
 import fcntl
 import json
 import shlex
+import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -78,6 +80,32 @@ def env() -> None:
         print(f"{name}: not from here; its address is set in the environment, and stays", file=sys.stderr)
     for variable, address in services.environment().items():
         print(f"export {variable}={shlex.quote(address)}")
+
+
+@app.command()
+def kafka(
+    topic: Annotated[list[str], typer.Option(metavar="NAME:PARTITIONS", help="A topic to make; may be given again.")],
+) -> None:
+    """A Kafka in memory for trying streams out, until it is interrupted: prints its address. Needs the extra `services`."""
+    topics = {}
+    for each in topic:
+        name, _, many = each.rpartition(":")
+        if not name or not many.isdecimal() or int(many) == 0:
+            raise typer.BadParameter(f"{each!r}: NAME:PARTITIONS, as orders:3", param_hint="--topic")
+        topics[name] = int(many)
+    try:
+        from services.kafka import KafkaCluster
+    except ModuleNotFoundError as error:
+        raise ServiceError(f"{error.name} is not installed: pip install '.[services]'") from None
+    cluster = KafkaCluster()
+    for name, partitions in topics.items():
+        cluster.create_topic(name, partitions)
+    ended = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: ended.set())
+    print(cluster.servers, flush=True)
+    ended.wait()
+    cluster.close()
 
 
 def _row(services: Services, name: str) -> dict[str, str | int | None]:

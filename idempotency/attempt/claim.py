@@ -48,7 +48,7 @@ def claim(
     """Claim the operation, or learn from its record why not. Raises what `patiently` does.
 
     `Busy` comes only after a duplicate was counted on the record, now or by an earlier delivery: its holder will finish
-    it, so this delivery may go. (Not if the operation is `only_asked` for: its caller asks again.) `again`: after a doubt,
+    it, so this delivery may go. (Not if the operation is `only_asked` for, or if it `waits`: its caller asks again.) `again`: after a doubt,
     when the holder may be this attempt, whatever a hint says. Raises `WrongCell`, too.
     """
     runtime.settings.check_cell(delivery.id.tenant)
@@ -99,7 +99,7 @@ def _answer(
         while True:
             answer = ask(runtime, connection, delivery, token, synchronous=False)
             if isinstance(answer, Busy) and (
-                answer.is_known or delivery.only_asked or _counted(runtime, connection, delivery)
+                answer.is_known or delivery.only_asked or delivery.waits or _counted(runtime, connection, delivery)
             ):
                 return answer
             if not isinstance(answer, Changed | Busy):

@@ -129,9 +129,8 @@ def effect(attempt: Attempt, call: Call) -> Any:
             f"effect {call.name!r}: the function", call.fn, *call.args, **call.kwargs, idempotency_key=""
         )
         if call.reconcile is not None:
-            entries.check_call(
-                f"effect {call.name!r}: reconcile", call.reconcile, *call.args, **call.kwargs, doubt=None
-            )
+            what = f"effect {call.name!r}: reconcile, which is called with the effect's arguments and doubt=,"
+            entries.check_call(what, call.reconcile, *call.args, **call.kwargs, doubt=None)
     attempt.calls[call.name] = call
     if entry is not None and entry["state"] == "done":
         return results.from_text(entry["result"])

@@ -14,6 +14,7 @@ from ..application import close_runtime, serve_cell, serves_no_cell
 from ..errors import SettingsError
 from ..settings import PREFIX, Settings
 from ..store.connections import login
+from ..streams.declaring import declared_streams
 from ..worker.deduplicated import deduplicated_tasks
 from ..worker.task import idempotent_tasks
 from .broker import check_broker, check_broker_settings, check_remote_control, check_signatures
@@ -123,8 +124,11 @@ def check_configuration(app: Celery, given: Settings | None) -> list[Finding]:
         *check_content(app),
         *check_schedule(app, tasks),
         *check_routes(app, tasks),
-        *check_celery_settings(app),
     ]
+    # what handles streams alone has no worker
+    has_worker = bool(tasks) or not declared_streams()
+    if has_worker:
+        findings += check_celery_settings(app)
     if given is not None:
         findings += [*check_retentions(tasks, given), *check_providers(tasks, given), *check_signatures(app, given)]
         findings += [*check_remote_control(app, given), *check_longest_runs(app, tasks, given)]
@@ -134,6 +138,6 @@ def check_configuration(app: Celery, given: Settings | None) -> list[Finding]:
     findings += check_tls(app, given)
     is_rabbitmq, found = check_broker_settings(app)
     findings += found
-    if is_rabbitmq:
+    if is_rabbitmq and has_worker:
         findings += check_declared_queues(app, tasks, given)
     return findings

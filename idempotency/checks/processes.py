@@ -13,7 +13,7 @@ from ..settings import Settings
 from ..store.overview import Snapshot, monitoring_connection
 from ..store.processes import processes
 from ..store.rights import row_security
-from ..streams.declaring import TASK_PREFIX
+from ..streams.declaring import TASK_PREFIX, declared_streams
 from ..text import number_of
 from ..upkeep import alarms, overview
 from .findings import Finding, ok, refusal, warning
@@ -27,6 +27,9 @@ def check_processes(app: Celery, given: Settings) -> list[Finding]:
             return [warning("processes", f"not looked at: {wall.name!r} does not see all tenants", advice)]
         found = overview.take_snapshot(connection, app, given)
     wrong = [warning(alarm.subject, alarm.found, alarm.advice) for alarm in alarms.lasting(found, given)]
+    if declared_streams() and not found.has_relay(given.alarm_silence):
+        advice = f"start `{framework().command} relay`: it publishes what handlers enqueue, frees claims of processes that have died, and purges"
+        wrong.append(warning("relay", "none is running, and this application has streams", advice))
     return (
         _archived(found)
         + _sharing(app, found, given)

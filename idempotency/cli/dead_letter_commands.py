@@ -22,6 +22,7 @@ from ..operate.replay import NotConfirmed, replay, to_confirm
 from ..store import dead_letters, discards
 from ..store.dead_letters import Group, Selection
 from ..store.statements import repeatable
+from ..streams.message import kept_at
 from ..text import attempts_made, number_of
 from ..upkeep import reports
 from .archive import archive_letters, restore_letters
@@ -123,6 +124,7 @@ def show_letter(
     check_service(runtime_of(celery), [letter], service)
     with runtime_of(celery).autocommit() as connection:
         fields = dead_letters.show(connection, letter)._asdict()
+        fields |= kept_at(fields["headers"])
         if (request := discards.pending_request(connection, letter)) is not None:
             fields |= {f"discard_{name}": value for name, value in request._asdict().items()}
     if as_json:
@@ -175,7 +177,8 @@ def replay_letters(
         what = "one of these dead letters" if (one := single_of(ids)) is None else f"dead letter {one}"
         by = proven_if(celery, by, lambda own: letters_move_money(celery, own, chosen), action="replay", what=what)
         if unconfirmed:
-            confirm(warnings(unconfirmed, len(chosen) - len(out)), yes=yes)
+            left_over = len(chosen) - len(out)
+            confirm(warnings(unconfirmed, left_over), left_over, yes=yes)
 
     def replay_one(letter: int) -> dict[str, Any]:
         change = replace(by, request_id=None if request_id is None else f"{request_id}:{letter}")

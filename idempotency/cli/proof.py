@@ -22,6 +22,8 @@ from .terminal import errors, operators_token
 
 # A bulk replay shows so many warnings in full.
 SHOWN = 5
+# What people are told of a reason to ask.
+_SAID = {"declined": "refused for good", "to_be_edited": "to be edited"}
 
 
 def proven(app: Celery, id: OperationId, change: Change, *, action: str) -> Change:
@@ -44,15 +46,16 @@ def proven_if(
     return replace(change, actor=person.name, is_verified=True, check_person=person.check)
 
 
-def confirm(warnings: str, *, yes: bool) -> None:
-    """Show what will be done, and ask. Without a terminal, only `--yes` confirms. Raises `IdempotencyError` otherwise."""
+def confirm(warnings: str, chosen: int, *, yes: bool) -> None:
+    """Show what a replay of `chosen` letters does, and ask. Without a terminal, only `--yes` confirms. Raises `IdempotencyError` otherwise."""
     if yes:
         return
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
-        raise IdempotencyError(f"{warnings}\nnothing was done; to do so, give --yes")
+        them = "it" if chosen == 1 else f"all {chosen}"
+        raise IdempotencyError(f"{warnings}\nNothing was replayed. To replay {them}, add --yes")
     errors.print(warnings, markup=False, highlight=False, soft_wrap=True)
     if not typer.confirm("Do it?", err=True):
-        raise IdempotencyError("nothing was done")
+        raise IdempotencyError("nothing was replayed")
 
 
 def warnings(found: Sequence[ToConfirm], chosen: int) -> str:
@@ -65,6 +68,6 @@ def warnings(found: Sequence[ToConfirm], chosen: int) -> str:
 
 
 def counted(found: Sequence[ToConfirm]) -> str:
-    """How many were declined, how many cancelled, and how many are to be edited."""
-    kinds = Counter(each.was.replace("_", " ") for each in found)
+    """How many were refused for good, by a provider or their own code, how many cancelled, and how many are to be edited."""
+    kinds = Counter(_SAID.get(each.was, each.was) for each in found)
     return ", ".join(f"{kinds[was]} {'was' if kinds[was] == 1 else 'were'} {was}" for was in sorted(kinds))

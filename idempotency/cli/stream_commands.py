@@ -5,9 +5,11 @@ Exit status 0: done. 1: refused or not found, with one line on stderr. 2: the co
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Sequence
+from typing import Annotated, Any
 
 import typer
+from sqlalchemy import Row
 
 from ..application import runtime_of, settings_of
 from ..checks.startup import require_safe_setup
@@ -16,10 +18,13 @@ from ..observe.logs import log
 from ..operate.change import Change
 from ..operate.money import stream_moves_money
 from ..operate.seek import forget_position, needs_token, seek_stream
-from ..store import streams as stored
+from ..store import stream_status as stored
 from ..store.overview import monitoring_connection
 from ..store.stream_places import Place
+from ..streams.claimed import said
+from ..streams.declaring import TASK_PREFIX
 from ..streams.process import chosen, run_streams
+from ..text import number_of
 from ..upkeep.presence import SignOfLife
 from .options import ActorOption, AppOption, JsonOption, ReasonOption, RequestOption
 from .proof import proven_if
@@ -75,8 +80,10 @@ def status(
     settings = settings_of(application(app))
     with monitoring_connection(settings) as connection:
         rows = stored.status(connection, settings.service, name)
+        tasks = {TASK_PREFIX + row.consumer for row in rows}
+        claims = stored.claimed_elsewhere(connection, settings.service, tasks)
     if as_json:
-        print_json([dict(row._mapping) for row in rows])
+        print_json([dict(row._mapping) | {"claimed_elsewhere": _claims_of(row.consumer, claims)} for row in rows])
         return
     columns = ("stream", "partition", "position", "lag", "handled by", "last moved", "stopped")
     print_table(
@@ -86,7 +93,7 @@ def status(
                 row.consumer,
                 f"{row.topic}/{row.partition}",
                 row.position,
-                _lag(row.lag, row.lease_left),
+                _lag(row.lag, is_least=bool(row.lag_is_least)),
                 _owner(row.owner, row.lease_left),
                 row.advanced_at,
                 row.stopped,
@@ -94,21 +101,35 @@ def status(
             for row in rows
         ],
     )
+    for row in claims:
+        many = number_of(row.messages, "message is", "messages are")
+        until = f"for {row.lease_left:.0f} s more" if row.lease_left > 0 else "which is over"
+        console.print(
+            f"{row.task.removeprefix(TASK_PREFIX)}: {many} under a claim of {said(row.holder)}, {until}; it has no partition, and "
+            "may have died. Who has the partition waits for that, unless it or a relay proves the death"
+        )
 
 
-def _lag(seen: int | None, lease_left: float | None) -> str:
+def _claims_of(consumer: str, claims: Sequence[Row[Any]]) -> list[dict[str, Any]]:
+    return [
+        {"holder": said(row.holder), "messages": row.messages, "lease_left": row.lease_left}
+        for row in claims
+        if row.task == TASK_PREFIX + consumer
+    ]
+
+
+def _lag(lag: int | None, *, is_least: bool) -> str:
     """How many messages wait, as far as anyone knows: only who reads a partition sees what comes to it."""
-    if lease_left is not None and lease_left > 0:
-        return "" if seen is None else f"{seen:,}"
-    return f"{seen:,} or more" if seen else "not known"
+    if lag is None:
+        return "not known"
+    return f"{lag:,} or more" if is_least else f"{lag:,}"
 
 
 def _owner(owner: str | None, lease_left: float | None) -> str:
     """Host and process of an owner, and whether it is silent."""
     if owner is None or lease_left is None:
         return "no one"
-    host, _, _, pid, _ = (owner.split("|") + [""] * 5)[:5]
-    return f"{host} {pid}" if lease_left > 0 else f"{host} {pid}, silent for {-lease_left:.0f} s"
+    return said(owner) if lease_left > 0 else f"{said(owner)}, silent for {-lease_left:.0f} s"
 
 
 @group.command()
@@ -119,7 +140,10 @@ def seek(
     to: Annotated[int, typer.Option(min=0, help="The offset of the next message.")],
     topic: Annotated[str, typer.Option(help="The topic of Kafka, or the stream of RabbitMQ.")],
     partition: Annotated[int, typer.Option(min=0)] = 0,
-    take: Annotated[bool, typer.Option("--take", help="Also from a process that handles it now.")] = False,
+    take: Annotated[
+        bool,
+        typer.Option("--take", help="Also from a process that handles it now; it reads again within some seconds."),
+    ] = False,
     app: AppOption = "",
     request_id: RequestOption = None,
     as_json: JsonOption = False,
@@ -135,8 +159,13 @@ def seek(
         what=f"stream {name}",
     )
     before = seek_stream(celery, name, topic, partition, to, change, take=take)
+    with monitoring_connection(settings) as connection:
+        every = stored.status(connection, settings.service, name)
+    ends = [row.end_position for row in every if (row.topic, row.partition) == (topic, partition)]
+    is_beyond = bool(ends) and ends[0] is not None and to > ends[0]
     if as_json:
-        print_json({"stream": name, "topic": topic, "partition": partition, "from": before, "to": to})
+        moved = {"stream": name, "topic": topic, "partition": partition, "from": before, "to": to}
+        print_json(moved | {"is_beyond_end": is_beyond})
         return
     console.print(f"{name}: {topic}/{partition} goes on from {to}, was at {before}")
     if before is not None and to < before:
@@ -145,6 +174,10 @@ def seek(
         )
     elif before is not None and to > before:
         console.print("what is between the two is not handled")
+    if is_beyond:
+        console.print(
+            f"beyond its end, {ends[0]} as far as is known: the partition stops, unless there is a message {to} by then"
+        )
 
 
 @group.command()

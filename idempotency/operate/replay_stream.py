@@ -12,6 +12,7 @@ from ..reasons import OTHER_CELL
 from ..settings import Settings
 from ..store import dead_letters, stream_letters
 from ..streams.declaring import TASK_PREFIX, stream_of
+from ..streams.refusing import EXPLANATIONS, WITHOUT_OPERATION
 from ..streams.reopened import same_operation
 from ..wire.keys import OperationId
 
@@ -24,9 +25,13 @@ def is_refused(row: Row[Any]) -> bool:
 def check_has_message(connection: Connection, letter: int, settings: Settings) -> None:
     """Raise `ReplayRefused` for a message of a stream that a person has cancelled, and that its stream has not come to since.
 
-    Also for one that this application's code takes for another operation by now, or for none: nothing would run it.
+    Also for one that names no operation, because it has no key, say, and for one that this application's code takes for another operation by now, or for none: nothing would run it.
     """
     row = dead_letters.show(connection, letter)
+    if row.source == "broker" and row.reason in WITHOUT_OPERATION and (row.queue or "").startswith(TASK_PREFIX):
+        raise ReplayRefused(
+            f"dead letter {letter}: {EXPLANATIONS[row.reason]}, so it names no operation; it can only be discarded"
+        )
     if not (row.task or "").startswith(TASK_PREFIX) or not (row.source == "operation" or is_refused(row)):
         return
     if row.headers == stream_letters.WITHOUT_MESSAGE:

@@ -18,7 +18,7 @@ from sqlalchemy import Connection, Row
 from sqlalchemy.pool import NullPool
 
 from ..settings import Settings
-from . import archive, edits, processes, sharing, streams, webhooks
+from . import archive, edits, processes, sharing, stream_status, webhooks
 from .connections import make_engine
 
 # The most rows that one count reads, over all queues: about a quarter of a second. A count that stopped there is shown
@@ -309,7 +309,7 @@ def take_snapshot(connection: Connection, settings: Settings) -> Snapshot:
     found.processes = [process for process in seen if process.service == settings.service]
     found.others = [process for process in seen if process.service != settings.service]
     found.sharers = sharing.sharers(connection, settings, bound=BOUND)
-    found.streams = streams.status(connection, settings.service)
+    found.streams = stream_status.status(connection, settings.service)
     found.disabled_webhooks = webhooks.disabled_by_itself(connection, settings.service)
     return found
 

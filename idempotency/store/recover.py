@@ -10,6 +10,7 @@ from sqlalchemy import Connection, Row
 
 from ..wire.keys import OperationId
 from . import sagas, sweeps
+from .record import ROW, named
 from .sweeps import BATCH, RECORD_ID, THIS_RECORD, Sweep
 
 # An operation without attempts left is ended by its next claim, in a worker that can run `on_failed` (tried five times).
@@ -19,6 +20,8 @@ SPARE_CLAIMS = 10
 _HOLDERS = (
     "SELECT DISTINCT locked_by FROM idempotency.records WHERE status = 'started' AND locked_until >= clock_timestamp()"
 )
+
+_HOLDER = f"SELECT locked_by FROM idempotency.records WHERE {ROW} AND status = 'started'"
 
 # The task's own limit of attempts, or that of the settings.
 _MOST = """coalesce(
@@ -64,6 +67,13 @@ RECOVER = Sweep(
 SELECT (SELECT count(*) FROM released)""",
 )
 
+# By a process of the application, whose role does not see what sweeps have set aside.
+_RECOVER_ONE = f"""
+WITH due AS MATERIALIZED (
+    SELECT r.tenant, r.task, r.key FROM idempotency.records r WHERE {RECOVER.due} AND {THIS_RECORD} FOR UPDATE OF r SKIP LOCKED
+) {RECOVER.then}
+"""
+
 # Ended one by one in Python (`end_spent`): they are rare, and Python decides how an operation may end.
 EXHAUST = Sweep(
     "exhaust",
@@ -97,6 +107,17 @@ class Bounds:
 def holders(connection: Connection) -> list[str]:
     """The holders with a lease that has not run out."""
     return list(connection.exec_driver_sql(_HOLDERS).scalars())
+
+
+def holder(connection: Connection, id: OperationId) -> str | None:
+    """Who has an operation under a claim now, expired or not; None: no one."""
+    found: str | None = connection.exec_driver_sql(_HOLDER, named(id)).scalar_one_or_none()
+    return found
+
+
+def release_one(connection: Connection, bounds: Bounds, id: OperationId) -> bool:
+    """Release one operation, if it has lost its holder and is not out of attempts for long. False: nothing has changed."""
+    return bool(connection.exec_driver_sql(_RECOVER_ONE, bounds.parameters() | named(id)).scalar_one())
 
 
 def release(connection: Connection, bounds: Bounds, *, limit: int) -> int:

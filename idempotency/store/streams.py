@@ -54,13 +54,17 @@ class Held:
 _MINE = f"{THIS_PLACE} AND fence = %(fence)s"
 _LEASE = "clock_timestamp() + make_interval(secs => %(lease)s)"
 _FENCE = "pg_catalog.nextval('idempotency.fence')"
+# Never behind the position, which would say that nothing waits. Without one that its owner knows, as far as was known.
+_END = "greatest(%(to)s::bigint, coalesce(%(end)s::bigint, end_position))"
 
 # What it returns of the owner before is as the statement began: one that has come and gone since is not seen. What a position is of
-# stays as it is: a topic and a stream may have one name, and an offset of one means nothing in the other.
+# stays as it is: a topic and a stream may have one name, and an offset of one means nothing in the other. The new owner has not seen
+# where the stream ends yet.
 _TAKE = f"""
 INSERT INTO idempotency.stream_positions AS p (service, consumer, topic, partition, fence, owner, locked_until, source)
 VALUES (%(service)s, %(consumer)s, %(topic)s, %(partition)s, {_FENCE}, %(owner)s, {_LEASE}, %(source)s)
 ON CONFLICT (service, consumer, topic, partition) DO UPDATE SET fence = {_FENCE}, owner = %(owner)s, locked_until = {_LEASE},
+    end_position = NULL,
     source = CASE WHEN p.position IS NULL THEN excluded.source ELSE coalesce(p.source, excluded.source) END
 WHERE %(regardless)s OR p.owner IS NULL OR p.owner = %(owner)s OR p.locked_until < clock_timestamp()
    OR p.owner = ANY(%(dead)s::text[])
@@ -98,7 +102,7 @@ SET position = excluded.position, advanced_at = excluded.advanced_at, source = e
 _ADVANCE = f"""
 WITH {SETTINGS}, moved AS (
     UPDATE idempotency.stream_positions
-    SET position = %(to)s, locked_until = {_LEASE}, stopped = NULL, advanced_at = clock_timestamp()
+    SET position = %(to)s, locked_until = {_LEASE}, stopped = NULL, advanced_at = clock_timestamp(), end_position = {_END}
     FROM settings WHERE {_MINE} AND position = %(position)s RETURNING 1
 )
 SELECT 1 / count(*) FROM moved
@@ -107,7 +111,7 @@ SELECT 1 / count(*) FROM moved
 # For a message that has ended before: its own commit may have moved the position, and its answer was lost.
 _PASS = f"""
 UPDATE idempotency.stream_positions
-SET position = %(to)s, locked_until = {_LEASE}, stopped = NULL, advanced_at = clock_timestamp()
+SET position = %(to)s, locked_until = {_LEASE}, stopped = NULL, advanced_at = clock_timestamp(), end_position = {_END}
 WHERE {_MINE} AND position BETWEEN %(position)s AND %(to)s RETURNING 1
 """
 
@@ -154,14 +158,6 @@ WHERE service = %(service)s AND consumer = %(consumer)s AND locked_until > clock
 _OWNERS = """
 SELECT topic, partition, fence, owner, (locked_until < clock_timestamp()) IS TRUE AS is_over FROM idempotency.stream_positions
 WHERE service = %(service)s AND consumer = %(consumer)s ORDER BY topic, partition
-"""
-
-_STATUS = f"""
-SELECT consumer, topic, partition, position, end_position, greatest(end_position - position, 0) AS lag, owner, fence,
-       extract(epoch FROM locked_until - clock_timestamp())::float8 AS lease_left, stopped, advanced_at
-FROM idempotency.stream_positions WHERE service = %(service)s AND (%(consumer)s::text IS NULL OR consumer = %(consumer)s)
-  AND {IS_SHOWN}
-ORDER BY consumer, topic, partition
 """
 
 _LOCK = f"""
@@ -240,22 +236,23 @@ def begin_topic(
     execute(connection, _BEGIN_TOPIC, fields | given)
 
 
-def advance(connection: Connection, held: Held, to: int, *, lease: float) -> None:
+def advance(connection: Connection, held: Held, to: int, *, lease: float, end: int | None = None) -> None:
     """Move the position on, in the caller's transaction. Raises `PartitionLost` if it is not where the owner has read it.
 
+    `end`: where the stream ends, as far as the owner knows.
     Only this statement's error means that: a constraint of the application's at COMMIT may divide by zero, too.
     """
     try:
-        execute(connection, _ADVANCE, _mine(held) | {"to": to, "lease": lease, "idle_ms": idle_ms(lease)})
+        execute(connection, _ADVANCE, _mine(held) | {"to": to, "end": end, "lease": lease, "idle_ms": idle_ms(lease)})
     except DataError as error:
         if getattr(driver_error(error), "sqlstate", None) != _DIVISION_BY_ZERO:
             raise
         raise PartitionLost(held.place) from None
 
 
-def pass_over(connection: Connection, held: Held, to: int, *, lease: float) -> bool:
+def pass_over(connection: Connection, held: Held, to: int, *, lease: float, end: int | None = None) -> bool:
     """Move the position beyond a message that has ended, unless its end has done so. False: not the owner."""
-    return execute(connection, _PASS, _mine(held) | {"to": to, "lease": lease}).fetchone() is not None
+    return execute(connection, _PASS, _mine(held) | {"to": to, "end": end, "lease": lease}).fetchone() is not None
 
 
 def renew(
@@ -307,12 +304,6 @@ def owners(connection: Connection, service: str, consumer: str) -> Sequence[Row[
     """Topic, partition, fence and owner of each of a consumer's partitions, and whether the owner's lease `is_over`."""
     rows: Sequence[Row[Any]] = execute(connection, _OWNERS, {"service": service, "consumer": consumer}).fetchall()
     return rows
-
-
-def status(connection: Connection, service: str, consumer: str | None = None) -> Sequence[Row[Any]]:
-    """Where the consumers of `service` are: a row for each partition. `lag` in messages, `lease_left` in seconds."""
-    fields = {"service": service, "consumer": consumer}
-    return connection.exec_driver_sql(_STATUS, fields).all()
 
 
 def lock(connection: Connection, place: Place) -> Row[Any] | None:

@@ -60,7 +60,7 @@ def _advanced(attempt: Attempt, partition: Partition, to: int) -> bool:
     attempt.session.flush()
     lease = attempt.runtime.settings.lease
     try:
-        attempt.writes.as_our_own(lambda c: streams.advance(c, partition.held, to, lease=lease))
+        attempt.writes.as_our_own(lambda c: streams.advance(c, partition.held, to, lease=lease, end=partition.end))
     except PartitionLost:
         return False
     crash_point("stream.advanced")

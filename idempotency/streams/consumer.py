@@ -29,6 +29,7 @@ from ..store.statements import describe, is_news, is_refusal, where
 from ..store.stream_places import Place
 from ..store.streams import PartitionLost
 from .alone import handle_alone
+from .claimed import waits_for
 from .declaring import Stream
 from .holdings import Holdings
 from .partition import Partition
@@ -228,7 +229,7 @@ class Consumer:
             return
         self._reopened.note(prepared.delivery.id.tenant)
         try:
-            # a claim that is too early would be counted as a duplicate, each time
+            # a look waits for no lock, and writes nothing
             if (left := partition.due_at - time.monotonic()) > 0 and isinstance(
                 peek(self._runtime, prepared.delivery), Busy
             ):
@@ -257,10 +258,10 @@ class Consumer:
             case Release(delay=delay):
                 partition.wait_for_attempt(delay, look=STOPPED_PAUSE)
             case Busy(due_in=due_in):
-                if due_in is None:
-                    partition.wait(min(BUSY_PAUSE, self._runtime.settings.lease / 10))
-                else:
+                if due_in is not None:
                     partition.wait_for_attempt(due_in, look=STOPPED_PAUSE)
+                elif waits_for(self._runtime, self._policy, partition, prepared.delivery.id):
+                    partition.wait(min(BUSY_PAUSE, self._runtime.settings.lease / 10))
             case Mismatch(generation=generation):
                 refused = Refused(prepared.message, "fingerprint_mismatch", "", prepared.delivery)
                 self._refuse(partition, refused, goes_on=True, generation=generation)
@@ -299,7 +300,8 @@ class Consumer:
     def _pass(self, partition: Partition, to: int, counted_as: str) -> None:
         """Move the position past a message whose operation had already ended."""
         with self._runtime.autocommit() as connection:
-            is_mine = streams.pass_over(connection, partition.held, to, lease=self._runtime.settings.lease)
+            lease = self._runtime.settings.lease
+            is_mine = streams.pass_over(connection, partition.held, to, lease=lease, end=partition.end)
         if not is_mine:
             raise PartitionLost(partition.place)
         partition.moved(to)

@@ -82,7 +82,9 @@ class Stream:
         tenant = settings.tenant if self.tenant is None else self.tenant(event, message)
         id = OperationId(keys.check_key(tenant, field="tenant"), self.task, keys.check_key(key))
         fingerprint, *also = message.fingerprints
-        return Delivery(id, fingerprint, {"event": event}, headers=message.kept(), queue=self.task, also=also)
+        return Delivery(
+            id, fingerprint, {"event": event}, headers=message.kept(), queue=self.task, also=also, waits=True
+        )
 
 
 def stream(

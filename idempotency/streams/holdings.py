@@ -34,6 +34,7 @@ class Holdings:
         self._held: dict[At, Partition] = {}
         self._lock = threading.Lock()
         self._ended = threading.Event()
+        self._soon = threading.Event()
         self._thread: threading.Thread | None = None
         # When the loop last began a turn, by the monotonic clock: one that hangs loses its partitions in the end.
         self.turned_at = time.monotonic()
@@ -174,12 +175,17 @@ class Holdings:
     def end(self) -> None:
         """Renew no longer."""
         self._ended.set()
+        self._soon.set()
         if self._thread is not None:
             self._thread.join(10)
 
     def _run(self) -> None:
         settings = self.runtime.settings
-        while not self._ended.wait(settings.heartbeat):
+        while not self._ended.is_set():
+            self._soon.wait(settings.heartbeat)
+            self._soon.clear()
+            if self._ended.is_set():
+                return
             try:
                 if time.monotonic() - self.turned_at < settings.longest_run:
                     self.renew()
@@ -188,6 +194,12 @@ class Holdings:
                     log.exception("stream_leases_not_renewed")
                 elif is_news(error):
                     log.warning("stream_leases_not_renewed", error=type(error).__name__)
+
+    def note_end(self, partition: Partition, end: int) -> None:
+        """The stream of a partition goes at least up to the offset before `end`. Stored with the next commit or renewal; the first at once."""
+        is_first, partition.end = partition.end is None, max(partition.end or 0, end)
+        if is_first:
+            self._soon.set()
 
     def renew(self) -> None:
         """Renew the leases once, and note which partitions are another's by now."""

@@ -19,14 +19,16 @@ from ..observe.crash_points import crash_point
 from ..observe.logs import log
 from ..store.statements import is_news
 from .holdings import At, Holdings, until_moved
+from .kafka_message import as_stream_message
 from .kafka_options import configuration
-from .message import NAME_NOT_UTF8, StreamMessage
 from .partition import Partition
-from .reader import AHEAD, OVERTAKEN
+from .reader import AHEAD, BEYOND, LOOK, OVERTAKEN
 from .sources import KafkaTopics
 
-# Seconds for one question to the broker.
-ANSWER = 10.0
+# Seconds for one question to the broker, and for one that nothing waits for.
+ANSWER, SOON = 10.0, 1.0
+# Seconds without a partition of the group's until that is said.
+PATIENCE = 5.0
 # Seconds between two tries to take a partition that the group has given to this process.
 TAKE_AGAIN = 1.0
 # Seconds between two copies of the positions to the broker.
@@ -54,6 +56,9 @@ class KafkaReader:
         self._refused_at: set[At] = set()
         self._take_at = 0.0
         self._copy_at = 0.0
+        # When it is said that the group has given nothing yet.
+        self._idle_at = time.monotonic() + PATIENCE
+        self._ends_at, self._asked_at = 0.0, time.monotonic() + LOOK
         self._to_copy: dict[At, int] = {}
         self._failed: Any = None
         options = configuration(source, holdings.runtime.settings, name=holdings.stream.name, instance=instance)
@@ -99,7 +104,7 @@ class KafkaReader:
             if partition.stopped is not None:
                 return partition
             low, high = self._watermarks(at)
-            partition.end = high
+            self._holdings.note_end(partition, high)
             # `low` also of `latest`: what was there then has a position
             if partition.held.position is None and not self._holdings.begin(partition, low):
                 raise BrokerUnavailable("another process has begun the partition")
@@ -132,9 +137,9 @@ class KafkaReader:
             raise BrokerUnavailable(found.error.name())
         return sorted(found.partitions)
 
-    def _watermarks(self, at: At) -> tuple[int, int]:
+    def _watermarks(self, at: At, *, timeout: float = ANSWER) -> tuple[int, int]:
         try:
-            found = self._consumer.get_watermark_offsets(self._kafka.TopicPartition(*at), timeout=ANSWER)
+            found = self._consumer.get_watermark_offsets(self._kafka.TopicPartition(*at), timeout=timeout)
         except self._kafka.KafkaException as error:
             raise BrokerUnavailable(error.args[0].name()) from error
         if found is None:
@@ -209,6 +214,8 @@ class KafkaReader:
         for message in [] if first is None else [first, *rest]:
             self._received(message)  # of all of them, before anything is asked of Postgres
         self._stop_refused()
+        self._note_ends()
+        self._say_if_idle()
         self._copy()
         if self._failed is not None:
             raise SettingsError(f"Kafka: {self._failed.str()}")
@@ -221,22 +228,38 @@ class KafkaReader:
             return
         if partition is None or partition.is_lost:
             return  # from before it was taken
-        key, value, (kind, created) = message.key(), message.value(), message.timestamp()
-        headers, unread = _headers_of(message)
-        partition.end = max(partition.end or 0, message.offset() + 1)
-        partition.add(
-            [
-                StreamMessage(
-                    *at,
-                    message.offset(),
-                    key,
-                    value,
-                    headers,
-                    created / 1000 if kind != self._kafka.TIMESTAMP_NOT_AVAILABLE else None,
-                    unread,
-                )
-            ]
-        )
+        self._holdings.note_end(partition, message.offset() + 1)
+        partition.add([as_stream_message(message, self._kafka.TIMESTAMP_NOT_AVAILABLE)])
+
+    def _say_if_idle(self) -> None:
+        if not self._assigned and time.monotonic() >= self._idle_at:
+            self._idle_at = float("inf")
+            why = "the group has given it none: others have them all, or one that died is missed only after session.timeout.ms"
+            log.info("stream_has_no_partition", stream=self._holdings.stream.name, why=why)
+
+    def _note_ends(self) -> None:
+        """Note where the topics end: what comes with each answer, and, of those that are not fetched, by a question from time to time."""
+        if (now := time.monotonic()) < self._ends_at:
+            return
+        self._ends_at = now + COPY
+        is_asked = now >= self._asked_at
+        if is_asked:
+            self._asked_at = now + LOOK
+        for at in sorted(self._assigned):
+            if (partition := self._holdings.get(at)) is None or partition.is_lost:
+                continue
+            try:
+                if at in self._paused and is_asked:
+                    self._holdings.note_end(partition, self._watermarks(at, timeout=SOON)[1])
+                elif at not in self._paused and (high := self._seen(at)) >= 0:
+                    self._holdings.note_end(partition, high)
+            except BrokerUnavailable:  # asked again at the next look: nothing is late for it
+                is_asked = False
+
+    def _seen(self, at: At) -> int:
+        """Where the topic ends by the last answer of the broker that had something of it; negative: none has come."""
+        found = self._consumer.get_watermark_offsets(self._kafka.TopicPartition(*at), cached=True)
+        return -1 if found is None else int(found[1])
 
     def _refused(self, error: Any, at: At, partition: Partition | None) -> None:
         """The broker refuses something about a partition."""
@@ -262,7 +285,7 @@ class KafkaReader:
         try:
             low, high = self._watermarks(at)
             there = f"and Kafka has the offsets {low} to {high}"
-            why = OVERTAKEN if partition.position < low else "the topic was recreated"
+            why = OVERTAKEN if partition.position < low else BEYOND
         except BrokerUnavailable:
             there, why = "which Kafka does not have", "messages are gone"
         return until_moved(f"position {partition.position}, {there}: {why}")
@@ -313,11 +336,3 @@ class KafkaReader:
         closing.join(ANSWER)
         if closing.is_alive():
             log.warning("stream_group_not_left", stream=self._holdings.stream.name)
-
-
-def _headers_of(message: Any) -> tuple[Sequence[tuple[str, Any]], str | None]:
-    """The headers, and what is wrong if they cannot be had: confluent-kafka gives none of them if one's name is not UTF-8."""
-    try:
-        return message.headers() or (), None
-    except Exception:  # a SystemError, of CPython's
-        return (), NAME_NOT_UTF8

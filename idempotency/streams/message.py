@@ -122,6 +122,15 @@ def from_kept(headers: str) -> StreamMessage:
         raise ValueError(f"no message of a stream: {type(error).__name__}") from None
 
 
+def kept_at(headers: str | None) -> Mapping[str, Any]:
+    """Topic, partition and offset of the message that a dead letter has kept; empty: it has kept none."""
+    try:
+        fields = json.loads(headers or "{}")[KEPT]
+        return {name: fields[name] for name in ("topic", "partition", "offset")}
+    except (ValueError, KeyError, TypeError):
+        return {}
+
+
 def _as_json(value: Any) -> Any:
     """A value as JSON: bytes as text if they are UTF-8 without NUL, which Postgres refuses, else as base64.
 

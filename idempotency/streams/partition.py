@@ -35,6 +35,8 @@ class Partition:
     stopped: str | None = None
     # Why it had stopped in another process, as stored: over, once this one reads it and nothing is held up.
     said: str | None = None
+    # Whose claim the first message waits for, as the log has it.
+    waits_for: str | None = None
     # The stream's end: the offset of the next message that will be published, as far as is known.
     end: int | None = None
 
@@ -75,7 +77,7 @@ class Partition:
     def moved(self, to: int) -> None:
         """The position is here now, committed."""
         self.held = self.held.at(to)
-        self.due_at = 0.0
+        self.due_at, self.waits_for = 0.0, None
         while self.at_hand and self.at_hand[0].offset < to:
             self.at_hand.popleft()
             self.suspected = max(self.suspected - 1, 0)

@@ -8,12 +8,11 @@ has it, it has all that came after it, because the oldest go first. A gap in the
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from amqp.exceptions import AccessRefused, NotFound, PreconditionFailed, ResourceLocked
+from amqp.exceptions import AccessRefused, NotFound, ResourceLocked
 from celery import Celery
 from kombu import Connection as BrokerConnection
 from sqlalchemy.exc import DBAPIError
@@ -24,29 +23,23 @@ from ..errors import BrokerUnavailable, SettingsError
 from ..observe.crash_points import crash_point
 from ..observe.logs import log
 from ..observe.unreachable import reason
-from ..store.streams import EMPTY
 from ..wire.arriving import bound_what_arrives
 from .holdings import At, Holdings, until_moved
 from .partition import Partition
+from .rabbitmq_ends import REFUSED, TAG, Ends
 from .rabbitmq_message import OFFSET_HEADER, as_stream_message, offset_of
-from .reader import AHEAD, OVERTAKEN
+from .reader import AHEAD, BEYOND, OVERTAKEN
 from .sharing import leave, shares
 from .sources import RabbitStream
 
-# The consumer tag: each channel has one consumer.
-TAG = "position"
 # How often in a lease it is looked at how partitions are divided.
 LOOKS = 12
 # Seconds: the longest pause between two looks.
 LONGEST_PAUSE = 5.0
 # Seconds that the broker may take to connect.
 CONNECT_TIMEOUT = 5.0
-# Seconds until the broker is asked why the message before the position does not come, and for which its last ones are waited for.
-ANCHOR_PATIENCE, END_PATIENCE = 3.0, 1.0
-# Seconds without a message after which the last one that has come is the last one there is.
-QUIET = 0.25
-# What the broker refuses of one queue, while others go on.
-REFUSED = (NotFound, AccessRefused, PreconditionFailed, ResourceLocked)
+# Seconds until the broker is asked why the message before the position does not come.
+ANCHOR_PATIENCE = 3.0
 
 
 class Subscription:
@@ -94,6 +87,7 @@ class RabbitReader:
             )
         except BROKER_ERRORS as error:
             raise BrokerUnavailable(reason(error)) from error
+        self._ends = Ends(self._broker, holdings, self._prefetch)
 
     def poll(self, timeout: float) -> None:
         """Take and give up partitions, and add the messages that have come. Raises `BrokerUnavailable`."""
@@ -109,6 +103,7 @@ class RabbitReader:
                     self._check_end(at, each)
                 elif (each.partition.stopped or each.partition.said) and each.goes_on():
                     self._holdings.go_on(each.partition)
+            self._ends.look(self._source.queue)
         except BROKER_ERRORS as error:
             raise BrokerUnavailable(reason(error)) from error
 
@@ -139,27 +134,15 @@ class RabbitReader:
         """Note where `latest` is, of all partitions at once. Raises `BrokerUnavailable` and SQLAlchemy's errors."""
         if not self._holdings.has_begun(self._source.name):
             try:
-                ends = {number: end for _, number in self._every if (end := self._latest(number)) is not None}
+                ends = {
+                    number: end
+                    for _, number in self._every
+                    if (end := self._ends.latest(self._source.queue(number))) is not None
+                }
             except BROKER_ERRORS as error:
                 raise BrokerUnavailable(reason(error)) from error
             self._holdings.begin_topic(self._source.name, ends)
         self._is_to_begin = False
-
-    def _latest(self, number: int) -> int | None:
-        """The offset of the next message that will be published, or `EMPTY`; None: there is no such stream."""
-        queue = self._source.queue(number)
-        try:
-            if (end := self._end_of(queue)) is not None:
-                return end
-            with self._broker.channel() as channel:  # the broker counts only every five seconds
-                _, many, _ = channel.queue_declare(queue, passive=True)
-            if many == 1 and (end := self._end_of(queue, since="first")) is not None:
-                return end
-        except NotFound:
-            return None
-        if many > 1:
-            raise BrokerUnavailable(f"{queue!r} has messages, and its last one does not come")
-        return EMPTY  # new, or a file that retention has left with nothing in it but an entry of the broker's own
 
     def lost(self, partition: Partition) -> None:
         """Read the partition no longer; the next look shows whether it is free."""
@@ -228,11 +211,11 @@ class RabbitReader:
         if not self._follows(at, subscription, offset):
             return
         subscription.last = offset
+        self._holdings.note_end(partition, offset + 1)
         if offset < partition.position:
             subscription.channel.basic_ack(message.delivery_tag)
             return
         subscription.tags[offset] = message.delivery_tag
-        partition.end = max(partition.end or 0, offset + 1)
         partition.add([as_stream_message(at, offset, message)])
 
     def _follows(self, at: At, subscription: Subscription, offset: int) -> bool:
@@ -244,7 +227,7 @@ class RabbitReader:
                 return True
             where = f"position {partition.position}, and the next message that RabbitMQ has is {offset}"
             is_new = offset < partition.position
-            why = "the stream was recreated" if is_new else OVERTAKEN
+            why = BEYOND if is_new else OVERTAKEN
             self._stop(at, partition, until_moved(f"{where}: {why}"))
             return False
         if offset == last + 1 or last == anchor:
@@ -261,38 +244,15 @@ class RabbitReader:
         """
         subscription.asked_at = time.monotonic()
         partition = subscription.partition
-        end = self._end_of(self._source.queue(at[1]), is_wanted=lambda: subscription.last is None)
+        end = self._ends.of(self._source.queue(at[1]), is_wanted=lambda: subscription.last is None)
         if subscription.last is not None:
             return
         if end is None:  # a broker that is busy, or a stream in which there is nothing
             self._unsubscribe(at)
             self._subscribe(at, partition, after=subscription.anchor)
         elif end < partition.position:
-            why = f"position {partition.position}, and the stream of RabbitMQ ends at {end}: it was recreated"
+            why = f"position {partition.position}, and the stream of RabbitMQ ends at {end}: {BEYOND}"
             self._stop(at, partition, until_moved(why))
-
-    def _end_of(self, queue: str, *, is_wanted: Callable[[], bool] = lambda: True, since: str = "last") -> int | None:
-        """The offset after the last message that a stream has, or had a moment ago; None: none has come."""
-        end: list[int] = []
-        with self._broker.channel() as channel:
-            channel.auto_decode = False
-            channel.basic_qos(0, self._prefetch, False)
-
-            def received(message: Any) -> None:
-                if (offset := offset_of(message)) is not None:
-                    end[:] = [offset + 1]
-                channel.basic_ack(message.delivery_tag)
-
-            channel.basic_consume(queue, TAG, callback=received, arguments={OFFSET_HEADER: since})
-            until = time.monotonic() + END_PATIENCE
-            while time.monotonic() < until and is_wanted():
-                before = list(end)
-                with suppress(TimeoutError):
-                    self._broker.drain_events(timeout=QUIET)
-                if end and end == before:
-                    break
-            channel.basic_cancel(TAG)
-        return end[0] if end else None
 
     def _stop(self, at: At, partition: Partition, why: str) -> None:
         self._unsubscribe(at)

@@ -8,8 +8,11 @@ from .partition import Partition
 
 # Batches of a partition that are at hand before RabbitMQ is asked for no more of it; Kafka is paused at twice as many.
 AHEAD = 2
+# Seconds between two questions where a stream ends of which not all messages have come.
+LOOK = 10.0
 # Why a partition stops.
 OVERTAKEN = "retention has overtaken it, and messages are gone"
+BEYOND = "it was recreated, or the position was moved beyond its end"
 
 
 class Reader(Protocol):

@@ -17,6 +17,8 @@ from .message import VALUE_KEPT
 from .partition import Partition
 from .preparing import Refused
 
+# Refused before it was known for which operation a message is.
+WITHOUT_OPERATION = ("beyond_limit", "undecodable", "missing_key", "invalid_key")
 # The letter's error, by its reason.
 EXPLANATIONS = {
     "beyond_limit": "beyond a limit, so it was not decoded, and only its beginning is kept",
@@ -24,7 +26,7 @@ EXPLANATIONS = {
     "missing_key": "no idempotency key",
     "invalid_key": "the idempotency key or the tenant breaks a rule",
     OTHER_CELL: OF_MESSAGES[OTHER_CELL],
-    "fingerprint_mismatch": "this idempotency key was used with another value",
+    "fingerprint_mismatch": "this idempotency key was used with another value; only a message with another key can be handled",
     "service_mismatch": "this idempotency key is used by another application in this database",
 }
 
@@ -51,7 +53,7 @@ def refuse(
             letters.store_message(connection, _letter(runtime, stream, refused, digest, tenant, generation))
         passes = goes_on or is_open is False
         if passes:
-            streams.advance(connection, partition.held, to, lease=settings.lease)
+            streams.advance(connection, partition.held, to, lease=settings.lease, end=partition.end)
         elif is_open is None:
             _check_owner(connection, partition)
     if is_open is None:

@@ -94,7 +94,7 @@ def handle_together(
             _record(runtime, policy, connection, done, prepared)
             crash_point("stream.recorded")
             position = prepared[many - 1].message.offset + 1
-            streams.advance(connection, partition.held, position, lease=settings.lease)
+            streams.advance(connection, partition.held, position, lease=settings.lease, end=partition.end)
         crash_point("stream.advanced")
     crash_point("stream.committed")
     return Committed(many, many - len(done), position)

@@ -148,7 +148,10 @@ def _streams(found: Snapshot) -> Iterator[Metric]:
         name: GaugeMetricFamily(f"idempotency_stream_{name}", text, labels=["stream", "topic", "partition"])
         for name, text in (
             ("position", "The offset of the next message of a partition"),
-            ("lag", "Messages of a partition that are not handled, as far as its owner has seen"),
+            (
+                "lag",
+                "Messages of a partition that are not handled, as its owner has last seen; absent while that is not known",
+            ),
             ("stopped", "Whether a partition goes no further until a person has decided"),
         )
     }

@@ -35,6 +35,8 @@ class Delivery:
     # No message can come for this operation, so nothing is acknowledged because of it: it leaves no hint in Redis, and
     # its duplicates are not counted.
     only_asked: bool = False
+    # It is not acknowledged while another holds the operation, and asks again until that one has ended: no duplicate is counted.
+    waits: bool = False
 
 
 @dataclass(frozen=True, slots=True)

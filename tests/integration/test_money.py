@@ -200,7 +200,7 @@ def test_a_replay_says_what_it_does_to_what_was_declined_or_cancelled(
         replay(bank, letter.id, ANN, confirmed=())
     refused = ask(*replaying, who="ann")
     assert refused.status == 1
-    assert refused.error.endswith("\nnothing was done; to do so, give --yes\n")
+    assert refused.error.endswith("\nNothing was replayed. To replay it, add --yes\n")
     assert snapshot(connection) == before
     assert ask(*replaying, "--yes", who="ann").status == 0
     assert [each.status for each in op.dead_letters(connection)] == ["replayed"]
@@ -309,12 +309,12 @@ def test_a_bulk_replay_counts_what_was_declined_and_asks_once(
     ids = [letter.id for letter in op.dead_letters(connection)]
     counted = json.loads(ask(*bulk, "--dry-run", "--json").out)
     assert counted == {"dry_run": True, "replayed": ids, "declined": ids[:2], "cancelled": ids[2:]}
-    assert ask(*bulk, "--dry-run").out.endswith("; of these, 1 was cancelled, 2 were declined\n")
+    assert ask(*bulk, "--dry-run").out.endswith("; of these, 1 was cancelled, 2 were refused for good\n")
     monkeypatch.setattr(sys, "stdin", Terminal(typed))
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     answer = ask(*bulk)
     assert answer.status == status
-    assert "of 3 to be replayed, 1 was cancelled, 2 were declined:" in answer.error
+    assert "of 3 to be replayed, 1 was cancelled, 2 were refused for good:" in answer.error
     assert answer.error.count("Do it? [y/N]") == 1
     assert {letter.status for letter in op.dead_letters(connection)} == {left}
 

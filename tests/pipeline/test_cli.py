@@ -423,7 +423,9 @@ def test_a_filter_takes_the_end_of_a_task_name_after_a_dot(
     assert ids == sorted(ids, reverse=True)  # newest first
     for name in ("failing", b.failing.name):
         replayed = run("dead-letters", "replay", "--task", name, "--dry-run").out
-        assert replayed == f"would be replayed: 2 (dead letters {ids[1]}, {ids[0]}); of these, 2 were declined\n"
+        assert (
+            replayed == f"would be replayed: 2 (dead letters {ids[1]}, {ids[0]}); of these, 2 were refused for good\n"
+        )
     one = run("dead-letters", "replay", ids[0], "--yes").out
     assert one in {f"dead letter {ids[0]} replayed {b.failing.name} {key}\n" for key in "ab"}
     monkeypatch.setitem(bank.tasks, "shop.failing", b.failing)

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from idempotency.store import streams
+from idempotency.store import stream_status, streams
 from idempotency.store.stream_places import Place
 from idempotency.streams.sharing import fair_share
 from tests.streams.conftest import Make
@@ -75,7 +75,7 @@ def test_a_former_owners_position_matches_nothing_even_if_nothing_else_is_in_its
         streams.advance(connection, new, 6, lease=60.0)
         with pytest.raises(streams.PartitionLost):
             streams.advance(connection, new, 7, lease=60.0)  # it has not read that it is at 6
-        (row,) = streams.status(connection, "bank")
+        (row,) = stream_status.status(connection, "bank")
         assert (row.position, row.end_position, row.lag, row.owner) == (6, 9, 3, "two")
 
 

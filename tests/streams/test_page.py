@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from uuid import uuid4
 
@@ -30,26 +31,31 @@ def test_the_page_handles_what_is_published(rabbit: Streaming, monkeypatch: Any)
     host = f"{parts.hostname}:{parts.port}"
     with amqp.Connection(host, parts.username, parts.password, virtual_host=parts.path) as connection:
         channel = connection.channel()
-        channel.queue_declare(name, durable=True, auto_delete=False, arguments={"x-queue-type": "stream"})
+        for each in (name, f"{name}-paid"):
+            channel.queue_declare(each, durable=True, auto_delete=False, arguments={"x-queue-type": "stream"})
         for body in ('{"id": "o1"}', '{"id": "o2"}', '{"id": "o1"}'):
             channel.basic_publish(amqp.Message(body), routing_key=name)
         namespace: dict[str, Any] = {"__name__": "page"}
-        block, _ = python_blocks("docs/streams.md")
+        block, _, paying = python_blocks("docs/streams.md")
         exec(block.replace('"orders"', f'"{name}"'), namespace)
+        provider = SimpleNamespace(charge=lambda account, *, idempotency_key: {"id": f"charged {account}"})
+        exec(paying.replace('"payments"', f'"{name}-paid"'), namespace | {"provider": provider})
+        channel.basic_publish(amqp.Message('{"id": "p1", "account": "a1"}'), routing_key=f"{name}-paid")
         app, stop = namespace["app"], threading.Event()
-        handled = {name: declared_streams()[name]}
+        handled = {each: declared_streams()[each] for each in (name, f"{name}-paid")}
         thread = threading.Thread(target=run_streams, args=(app, handled, stop))
         thread.start()
         try:
-            eventually(lambda: rabbit.positions().get(0) == 3)
+            eventually(lambda: len(rabbit.entries()) == 3)
         finally:
             stop.set()
             thread.join(20)
-            channel.queue_delete(name)
-    assert rabbit.entries() == ["o1", "o2"]
+            for each in handled:
+                channel.queue_delete(each)
+    assert sorted(rabbit.entries()) == ["charged a1", "o1", "o2"]
     with runtime_of(app).engine.connect() as looking:
         keys = looking.execute(text("SELECT key FROM idempotency.records ORDER BY key")).scalars().all()
-    assert keys == ["o1", "o2"]
+    assert keys == ["o1", "o2", "p1"]
     close_runtime(app)
 
 

@@ -24,9 +24,10 @@ from tests.streams.conftest import Make
 from tests.support import bank
 from tests.support.broker_users import make_users, virtual_host
 from tests.support.commands import runner
+from tests.support.crashing import KILL_CHILD
 from tests.support.processes import eventually
 from tests.support.roles import PASSWORDS, url_of
-from tests.support.streaming import Handler, Streaming, configure
+from tests.support.streaming import Handler, Streaming, configure, until_gone
 
 WRITE = text("INSERT INTO things (tenant, account) VALUES (:tenant, :account)")
 OTHERS = text("SELECT count(*) FROM things WHERE tenant <> :tenant")
@@ -118,6 +119,27 @@ def test_a_handler_sees_the_rows_of_its_tenant_alone(rabbit_of_least_rights: Str
     replay(bank.app, letters[1].id, Change("ann", "tested", is_verified=True))
     reopened = "SELECT count(*) AS many FROM things WHERE account = 'a-told'"
     eventually(lambda: streaming.query(reopened)[0].many == 1, what=process.log)
+    assert process.end() == 0
+
+
+@pytest.mark.long
+def test_the_claim_of_a_process_that_has_died_is_freed_with_the_applications_rights(
+    rabbit_of_least_rights: Streaming,
+) -> None:
+    streaming = rabbit_of_least_rights
+    streaming.environment["LEASE"] = "120"
+    streaming.broker.publish({"account": "b-effect", "tenant": "b", "how": "effect"})
+    streaming.broker.publish({"account": "b1", "tenant": "b"})
+    handler = Walled(streaming.broker.source(), options={"max_attempts": 3})
+    planned = streaming.plan("effect.called", KILL_CHILD)
+    process = streaming.start(handler)
+    until_gone(planned, process)
+    process.kill()
+    process = streaming.start(handler)
+    eventually(lambda: streaming.positions().get(0) == 2, what=process.log)
+    assert "stream_claim_freed" in process.log
+    rows = streaming.query("SELECT account FROM things ORDER BY account")
+    assert [row.account for row in rows] == ["b-effect", "b1"]
     assert process.end() == 0
 
 

@@ -25,7 +25,7 @@ RUN_BY = {
     "docs/sagas.md": ("tests/sagas/test_page.py", 4),
     "docs/sandbox.md": ("tests/integration/provider/test_page.py", 1),
     "docs/stores.md": ("tests/stores/test_page.py", 2),
-    "docs/streams.md": ("tests/streams/test_page.py", 2),
+    "docs/streams.md": ("tests/streams/test_page.py", 3),
     "docs/stripe.md": ("tests/integration/provider/test_stripe_page.py", 3),
     "docs/tasks.md": ("tests/integration/test_readme.py", 4),
     "docs/tenants.md": ("tests/integration/test_roles.py", 2),
