@@ -1,0 +1,77 @@
+"""Proofs of a second reader: what a bulk replay passes over that no letter is the cause of."""
+
+from __future__ import annotations
+
+import re
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from celery import Celery
+from sqlalchemy import Connection, Engine, text
+
+from idempotency.web import access, bulk
+from tests.support.deliveries import Deliveries
+from tests.web.conftest import Browser, Open
+from tests.web.test_bulk import begun_without_warnings, failing, said
+from tests.web.test_changes import audited, deliver_all, letters
+
+
+def next_of(page: Browser, address: str) -> dict[str, str]:
+    (field,) = re.findall(r'name="of" value="([^"]*)"', page.get(address).text)
+    return {"of": field}
+
+
+def test_a_session_that_ends_during_a_stage_uses_up_the_whole_bulk(
+    browser: Open, bank: Celery, deliveries: Deliveries, connection: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task, fails = failing(bank, deliveries, *(f"n{n:02}" for n in range(30)))
+    otto = browser("otto")
+    _, of = begun_without_warnings(otto, only_task=task.name)
+    fails.clear()
+    after = otto.post("/bulk/next", of).headers["location"]
+    assert deliver_all(bank, deliveries, connection) == 1
+    clock = SimpleNamespace(time=time.time)
+    monkeypatch.setattr(access, "time", clock)
+    whole = bulk.replay
+
+    def replayed(*args: Any, **options: Any) -> Any:
+        try:
+            return whole(*args, **options)
+        finally:
+            clock.time = lambda: time.time() + 7 * 86400  # the session is over once the second letter was sent
+
+    monkeypatch.setattr(bulk, "replay", replayed)
+    after = otto.post("/bulk/next", next_of(otto, after)).headers["location"]
+    clock.time = time.time
+    assert deliver_all(bank, deliveries, connection) == 1
+    assert len(audited(connection, "replay")) == 2
+    told = said(browser("otto"), after)  # who has logged in again
+    assert "log in again" in told
+    assert ("2 of 30 completed" in told, "28 refused" in told, "It is over" in told) == (True, True, True)
+    assert sum(row.status == "open" for row in letters(connection)) == 28
+
+
+@pytest.mark.timeout(300)
+def test_a_lock_of_the_table_holds_one_request_for_every_letter_and_uses_the_bulk_up(
+    browser: Open, bank: Celery, deliveries: Deliveries, connection: Connection, engine: Engine,
+    configure: Any,
+) -> None:  # fmt: skip
+    """As `CREATE INDEX` on the letters has one: not one letter is the cause, and each is waited for in turn."""
+    task, fails = failing(bank, deliveries, *(f"n{n:02}" for n in range(6)))
+    otto = browser("otto")
+    desk = otto.client.app.state.desk
+    _, of = begun_without_warnings(otto, only_task=task.name)
+    fails.clear()
+    patience = desk.celery.conf.get("idempotency_lease")
+    with engine.begin() as other:
+        other.execute(text("LOCK TABLE idempotency.dead_letters IN SHARE MODE"))
+        began = time.monotonic()
+        after = otto.post("/bulk/next", of).headers["location"]
+        took = time.monotonic() - began
+    told = said(otto, after)
+    print(patience, took, told)
+    assert "6 refused" in told
+    assert "It is over" in told
+    assert took > 6 * 1
