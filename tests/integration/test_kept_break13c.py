@@ -12,6 +12,8 @@ import pytest
 from celery import Celery
 from sqlalchemy import Connection, Engine, text
 
+from idempotency.operate.change import Change
+from idempotency.operate.replay import replay
 from idempotency.relay.relay import Relay
 from tests.integration.test_signed_messages import bank, environment, letters, signed  # noqa: F401
 from tests.support import bank as b
@@ -58,4 +60,7 @@ def test_what_grows_when_it_is_kept_makes_every_later_delivery_unpublishable(
     assert letter.reason == "unpublishable"
     assert "headers: at most" in letter.last_error
     states = connection.execute(text("SELECT status FROM idempotency.records")).scalars().all()
-    print(states)
+    assert states == ["released"]
+    replay(bank, letter.id, Change("ann", "again"))
+    eventually(lambda: len(op.dead_letters(connection)) == 2, what="the replay's letter")
+    assert [each.reason for each in op.dead_letters(connection)] == ["unpublishable"] * 2
