@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import signal
 import socket
 import sys
 import threading
 import traceback
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
 from celery import Celery
@@ -140,19 +142,32 @@ def stopped_by_signals() -> threading.Event:
     A thread sets it, which the interpreter wakes through a socket. Handlers run in the main thread alone, and a main thread that
     waits for a lock, as in `stop.wait()`, sleeps on when the kernel has given the signal to another thread.
     """
-    stop, names = threading.Event(), {signal.SIGTERM, signal.SIGINT}
+    stop, names = threading.Event(), (signal.SIGTERM, signal.SIGINT)
     asked, asking = socket.socketpair()
     asking.setblocking(False)  # as set_wakeup_fd wants it
 
     def set_when_asked() -> None:
         with asked, asking:  # kept as long as the interpreter writes to one of them
             while received := asked.recv(1024):  # a byte for each signal
-                if not names.isdisjoint(received):
+                if not {*names}.isdisjoint(received):
                     stop.set()
 
+    def ask(number: int, _frame: object) -> None:
+        with suppress(OSError):  # once more than the interpreter, from which an event loop may have taken the socket
+            asking.send(bytes((number,)))
+
+    def forget() -> None:
+        if (
+            signal.getsignal(signal.SIGTERM) is ask
+        ):  # a process that was forked has no such thread, and not to stop this one
+            signal.set_wakeup_fd(-1)
+            for name in names:
+                signal.signal(name, signal.SIG_DFL)
+
     threading.Thread(target=set_when_asked, name="stopped-by-signals", daemon=True).start()
+    os.register_at_fork(after_in_child=forget)
     for name in names:
-        signal.signal(name, lambda *_: None)
+        signal.signal(name, ask)
     signal.set_wakeup_fd(asking.fileno())
     return stop
 

@@ -127,7 +127,7 @@ def kept_at(headers: str | None) -> Mapping[str, Any]:
     try:
         fields = json.loads(headers or "{}")[KEPT]
         return {name: fields[name] for name in ("topic", "partition", "offset")}
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return {}
 
 

@@ -22,7 +22,8 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
-from ..errors import ChangeRefused, IdempotencyError, OperationNotFound
+from ..attempt.endings import LOCK_NOT_AVAILABLE
+from ..errors import ChangeRefused, IdempotencyError, NotAllowed, OperationNotFound
 from ..operate.change import Change
 from ..operate.replay import replay, to_confirm
 from ..reasons import COMPENSATION_FAILED
@@ -30,7 +31,7 @@ from ..store import letter_operations, letter_pages
 from ..store.letter_messages import NEVER
 from ..store.letter_pages import Letters
 from ..store.sagas import FAILED
-from ..store.statements import describe
+from ..store.statements import describe, sqlstate
 from ..store.sweeps import is_row_error
 from ..text import number_of
 from .confirming import digest, read_of
@@ -259,7 +260,13 @@ def send(request: Request) -> Response:
             with desk.reading() as connection:
                 read = read_of(to_confirm(connection, [letter]), bulk.read)
             replay(desk.celery, letter, change, confirmed=read)
+        except NotAllowed:
+            raise  # of the person, and no letter's fault
         except (IdempotencyError, DBAPIError) as error:
+            if isinstance(error, DBAPIError) and sqlstate(error) == LOCK_NOT_AVAILABLE:
+                raise ChangeRefused(
+                    f"{sent} replayed; letter {letter} is locked by something else: go on later"
+                ) from None
             if isinstance(error, DBAPIError) and not is_row_error(error):
                 raise
             why = describe(error) if isinstance(error, DBAPIError) else str(error)

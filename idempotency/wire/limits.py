@@ -70,6 +70,8 @@ def _size(value: object) -> int:
 
 
 def _bytes(value: object) -> int:
-    if isinstance(value, str) and not value.isascii():
-        return len(value.encode("utf-8", "surrogatepass"))
-    return _size(value)
+    """Bytes as it is sent: what JSON lacks, such as bytes and times, is kept and sent as its text."""
+    if value is None or isinstance(value, int | float):
+        return 8
+    text = value if isinstance(value, str) else str(value)
+    return len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))

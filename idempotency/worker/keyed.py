@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Generic
 
 from celery import Task
+from celery._state import get_current_worker_task
 
 from ..errors import InvalidArguments, InvalidKey, MissingKey, SettingsError, WrongCell
 from ..handle import R_co
@@ -25,7 +26,7 @@ from ..wire.headers import (
 from ..wire.keys import KeyFrom, KeyFunction, OperationId
 from . import signed_calls
 from .options import check_spelling
-from .using import P, check_sent
+from .using import P, check_kept, check_sent
 
 if TYPE_CHECKING:
     from celery import Task as TypedTask
@@ -99,11 +100,18 @@ class Keyed(TypedTask[P, R_co], Generic[P, R_co]):
         if (protocol := self.app.conf.task_protocol) != 2:
             raise SettingsError(f"task_protocol: must be 2, which workers accept, got {protocol}")
         task_id, *others, shadow = celerys
-        shadow = shadow or self.shadow_name(args, kwargs, options)
         given = senders_headers(options.pop("headers", None) or {})
         id, headers = self._checked(args, kwargs, named["idempotency_key"], named["tenant"], given)
-        sent = {**self._get_exec_options(), **options, "task_id": task_id, "shadow": shadow}
-        check_sent(self.app, {"expires": self.expires} | sent, {**given, **headers})
+        sent = {**self._get_exec_options(), **shown(id), **options, "headers": {**given, **headers}}
+        shadow = shadow or self.shadow_name(args, kwargs, sent)
+        if _follows_plain_task(options):
+            check_kept(
+                {"expires": self.expires} | sent
+            )  # nobody is there to be told of the rest: a worker refuses it, and a letter says so
+        else:
+            check_sent(
+                self.app, {"expires": self.expires} | sent | {"task_id": task_id, "shadow": shadow}, sent["headers"]
+            )
         if self.app.conf.task_always_eager:  # Celery goes on to `apply`
             options |= {"idempotency_key": id.key, "tenant": id.tenant}
         elif (
@@ -213,6 +221,15 @@ class Keyed(TypedTask[P, R_co], Generic[P, R_co]):
         if signature is None:
             signature = self.__dict__["_cached_signature"] = inspect.signature(self.run)
         return signature
+
+
+def _follows_plain_task(options: Mapping[str, Any]) -> bool:
+    """Whether a worker sends this because a task of another kind has ended, or as the body of a chord."""
+    current = get_current_worker_task()
+    if current is None or isinstance(current, Keyed):
+        return False
+    is_own_call = options.get("parent_id") != current.request.id or "root_id" not in options
+    return current.name.startswith("celery.") or not is_own_call
 
 
 def shown(id: OperationId) -> dict[str, Any]:

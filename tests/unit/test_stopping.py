@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import threading
 import time
 from collections.abc import Iterator
+from multiprocessing import get_context
 
 import pytest
 
@@ -47,3 +49,34 @@ def test_a_signal_that_another_thread_takes_ends_a_wait_without_a_limit(name: si
     thread.start()
     stop.wait()
     thread.join()
+
+
+@pytest.mark.usefixtures("_handlers")
+@pytest.mark.timeout(20)
+def test_a_child_that_is_terminated_does_not_stop_its_parent() -> None:
+    """The child inherits the descriptor, and would write into the socket of both."""
+    stop = stopped_by_signals()
+    child = get_context("fork").Process(target=time.sleep, args=(60,))
+    child.start()
+    time.sleep(0.3)
+    child.terminate()  # as `multiprocessing.Pool` does when it is left
+    child.join()
+    assert child.exitcode == -signal.SIGTERM
+    assert not stop.wait(0.5)
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert stop.wait(5)
+
+
+@pytest.mark.usefixtures("_handlers")
+@pytest.mark.timeout(20)
+def test_an_event_loop_in_the_same_thread_leaves_the_signals() -> None:
+    """A loop that has had a handler of any signal leaves the process without a descriptor."""
+    stop = stopped_by_signals()
+
+    async def body() -> None:
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGUSR1, print)
+
+    asyncio.run(body())
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert stop.wait(5)
