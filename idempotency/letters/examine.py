@@ -162,7 +162,7 @@ def _added(app: Celery, message: Message) -> Examined | None:
     if headers.get(REFUSED_HEADER) is not None:
         return None
     found = (*unfit(headers, app.timezone), *misplaced(headers))
-    # what is covered has been signed as it is, by a process of before this was refused there
+    # what is covered was signed as it is, by older code, which did not refuse it
     return next((Examined(ALTERED, detail=name) for name, _ in found if not is_covered(name)), None)
 
 

@@ -8,20 +8,26 @@ changes nothing and leaves no row; only a refused token does (`people.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+from psycopg.errors import CheckViolation
 from sqlalchemy import Connection, Row
+from sqlalchemy.exc import IntegrityError
 
 from ..attempt.runtime import Runtime
 from ..errors import ChangeRefused, OperationNotFound
 from ..observe.logs import log
 from ..store import audit as audits
 from ..store import dead_letters, erasure, operations
+from ..store.statements import driver_error
 from ..wire.keys import OperationId
 
+# What to do about a dead letter that a constraint forbids to change.
+MOVED = "if its tenant is being moved to another cell, enqueue the work there"
 # Enough for a sentence and a ticket number.
 REASON_LIMIT = 500
 
@@ -118,6 +124,20 @@ def check_service(runtime: Runtime, letters: Sequence[int], named: str | None = 
     for letter, its in sorted(found.items()):
         if its not in (None, service):
             raise ChangeRefused(f"dead letter {letter}: is of the application {its!r}; name it with --service")
+
+
+@contextmanager
+def refused_by_constraint(what: str, advice: str) -> Iterator[None]:
+    """Raise `ChangeRefused` for what a constraint forbids, such as that of a tenant that is moved to another cell (docs/cells.md)."""
+    try:
+        yield
+    except IntegrityError as error:
+        if not isinstance(violation := driver_error(error), CheckViolation):
+            raise
+        named, table = violation.diag.constraint_name, violation.diag.table_name
+        raise ChangeRefused(
+            f"{what}: the constraint {named} forbids changes of rows in {table}; {advice}, as docs/cells.md says"
+        ) from None
 
 
 def called(id: OperationId) -> str:

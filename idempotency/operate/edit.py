@@ -11,9 +11,7 @@ from hashlib import sha256
 from typing import Any
 
 from celery import Celery
-from psycopg.errors import CheckViolation
 from sqlalchemy import Connection, Row
-from sqlalchemy.exc import IntegrityError
 
 from ..application import runtime_of
 from ..attempt.opening import open_record
@@ -24,13 +22,13 @@ from ..reasons import ALTERED, EXPIRED_EARLY, OTHER_CELL, UNSIGNED
 from ..store import archive, dead_letters, discards, edits, erasure, operations
 from ..store.letter_messages import NEVER, stored_message
 from ..store.outbox import EXTERNAL
-from ..store.statements import driver_error, repeatable
+from ..store.statements import repeatable
 from ..streams.declaring import TASK_PREFIX
 from ..wire import encoding, keys
 from ..wire.headers import FINGERPRINT_HEADER
 from ..wire.keys import HTTP_TASK, OperationId
 from ..worker.calls import KeyedTask
-from .change import Change, audit, repeated
+from .change import MOVED, Change, audit, refused_by_constraint, repeated
 from .money import NEEDS_TOKEN, letters_move_money
 from .people import Person
 from .replay import check_signature
@@ -262,15 +260,8 @@ def _fingerprint_of(row: Row[Any]) -> str | None:
 
 
 def _apply(app: Celery, connection: Connection, found: _Editable) -> None:
-    try:
+    with refused_by_constraint(f"dead letter {found.row.id}", MOVED):
         _change(app, connection, found)
-    except IntegrityError as error:
-        if not isinstance(violation := driver_error(error), CheckViolation):
-            raise
-        raise ChangeRefused(
-            f"dead letter {found.row.id}: the constraint {violation.diag.constraint_name} forbids changes of rows in "
-            f"{violation.diag.table_name}; if its tenant is being moved to another cell, enqueue the work there, as docs/cells.md says"
-        ) from None
 
 
 def _change(app: Celery, connection: Connection, found: _Editable) -> None:

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from celery import Celery
-from psycopg.errors import CheckViolation
-from sqlalchemy.exc import IntegrityError
 
 from ..application import runtime_of
 from ..broker.channel import BrokerChannel
@@ -15,8 +13,8 @@ from ..errors import BrokerUnavailable, ChangeRefused
 from ..framework import framework
 from ..queues import forwarded_dead_letters
 from ..store import renaming
-from ..store.statements import driver_error, repeatable
-from .change import Change, audit
+from ..store.statements import repeatable
+from .change import Change, audit, refused_by_constraint
 from .money import check_verified_for
 
 # Seconds to wait for what the broker says.
@@ -52,15 +50,10 @@ def rename_service(app: Celery, old: str, new: str, change: Change) -> dict[str,
                     f"{old}: has carried out requests over HTTP within the last {settings.alarm_silence:g} s; "
                     "stop its web servers, and wait as long"
                 )
-            try:
+            with refused_by_constraint(
+                old, "if that is of a tenant that has moved to another cell, delete its rows first"
+            ):
                 rows, last = renaming.rename(connection, tables[0], old, new, after=after)
-            except IntegrityError as error:
-                if not isinstance(violation := driver_error(error), CheckViolation):
-                    raise
-                raise ChangeRefused(
-                    f"{old}: the constraint {violation.diag.constraint_name} forbids changes of rows in {tables[0]}; if that is of a "
-                    "tenant that has moved to another cell, delete its rows first, as docs/cells.md says"
-                ) from None
             if last is None and len(tables) == 1:
                 renaming.signal_again(connection, new)
                 renaming.rename_alarms(connection, old, new)

@@ -33,7 +33,7 @@ from ..store import (
 from ..store.statements import repeatable
 from ..wire.keys import OperationId
 from ..wire.signing import signed_at
-from .change import Change, audit, called, repeated
+from .change import MOVED, Change, audit, called, refused_by_constraint, repeated
 from .money import NEEDS_TOKEN, letters_move_money
 from .replay_stream import check_has_message, is_refused
 
@@ -104,7 +104,7 @@ def replay(app: Celery, letter: int, change: Change, *, confirmed: Collection[To
     """
     app.loader.import_default_modules()  # a letter whose operation is not known yet is named by its task
     runtime = runtime_of(app)
-    with runtime.engine.begin() as connection:
+    with runtime.engine.begin() as connection, refused_by_constraint(f"dead letter {letter}", MOVED):
         if (done := repeated(connection, change, "replay", None, said={"dead_letter": letter})) is not None:
             return OperationId(done.tenant, done.task, done.key)
         if not change.is_verified and letters_move_money(app, connection, [letter]):

@@ -97,12 +97,12 @@ SELECT set_config('idle_in_transaction_session_timeout', %(idle_ms)s, true) AS i
 """
 # Raises division_by_zero unless all are still held: then none is committed. LATERAL and `= ANY`, because by a join alone a
 # plan that is made while the table is small reads all records of the task.
-_COMPLETE = """
+_COMPLETE_WITH = """
 WITH given AS MATERIALIZED (
-    SELECT * FROM unnest(%(keys)b::text[], %(fences)b::bigint[], %(tokens)b::text[], %(results)b::text[])
-        AS g(key, fence, token, result) ORDER BY key
+    SELECT * FROM unnest(%(keys)b::text[], %(fences)b::bigint[], %(tokens)b::text[], %(results)b::text[]{array})
+        AS g(key, fence, token, result{column}) ORDER BY key
 ), mine AS MATERIALIZED (
-    SELECT given.key, given.result FROM given CROSS JOIN LATERAL (
+    SELECT given.key, given.result{given} FROM given CROSS JOIN LATERAL (
         SELECT FROM idempotency.records r
         WHERE r.tenant = %(tenant)s AND r.task = %(task)s AND r.key = given.key
           AND r.status = 'started' AND r.fence = given.fence AND r.token = given.token
@@ -110,7 +110,7 @@ WITH given AS MATERIALIZED (
     ) held
 ), finished AS (
     UPDATE idempotency.records r
-    SET status = 'completed', result = mine.result, response_code = %(response_code)s, completed_at = clock_timestamp(),
+    SET status = 'completed', result = mine.result,{change} response_code = %(response_code)s, completed_at = clock_timestamp(),
         locked_until = NULL, expires_at = clock_timestamp() + make_interval(secs => %(retention)s),
         updated_at = clock_timestamp()
     FROM mine WHERE r.tenant = %(tenant)s AND r.task = %(task)s AND r.key = ANY(%(keys)b::text[]) AND r.key = mine.key
@@ -118,13 +118,11 @@ WITH given AS MATERIALIZED (
 )
 SELECT 1 / (count(*) = %(many)s)::int FROM finished
 """
-# With the spans of the attempts, as `traces.note` has them: the same statement, because nothing that has ended is changed.
-_COMPLETE_TRACED = (
-    _COMPLETE.replace("%(results)b::text[])\n        AS g(key, fence, token, result)", "%(results)b::text[],\n"
-                      "                         %(traces)b::text[]) AS g(key, fence, token, result, trace)")
-    .replace("given.key, given.result FROM", "given.key, given.result, given.trace FROM")
-    .replace("result = mine.result,", "result = mine.result, trace = mine.trace,")
-)  # fmt: skip
+_COMPLETE = _COMPLETE_WITH.format(array="", column="", given="", change="")
+# With the spans of the attempts, as `traces.note` has them: here, because nothing that has ended is changed.
+_COMPLETE_TRACED = _COMPLETE_WITH.format(
+    array=", %(traces)b::text[]", column=", trace", given=", given.trace", change=" trace = mine.trace,"
+)
 
 
 def claim_new(

@@ -14,11 +14,9 @@ from starlette.routing import Route
 from ..errors import IdempotencyError
 from ..operate.archive import archive, restore
 from ..operate.change import Change
-from ..store.statements import describe
-from ..store.sweeps import is_row_error
 from ..text import number_of
 from .bulk import matching
-from .desk import change_of, desk_of, letter_of, visitor_of
+from .desk import change_of, desk_of, letter_of, refusal_of, visitor_of
 from .shown import done
 
 Work = Callable[[Celery, int, Change], None]
@@ -59,13 +57,12 @@ def _many(request: Request, work: Work, what: str) -> Response:
     desk, change = desk_of(request), change_of(request)
     refused: list[str] = []
     letters = matching(request, archived=work is restore)
-    for letter in letters:
+    for place, letter in enumerate(letters):
+        done_before = place - len(refused)
         try:
             work(desk.celery, letter, replace(change, request_id=f"{change.request_id}:{letter}"))
         except (IdempotencyError, DBAPIError) as error:
-            if isinstance(error, DBAPIError) and not is_row_error(error):
-                raise
-            why = describe(error) if isinstance(error, DBAPIError) else str(error)
+            why = refusal_of(error, letter, f"{done_before} {what}")
             refused.append(why if str(letter) in why else f"dead letter {letter}: {why}")
     said = f"{number_of(len(letters) - len(refused), 'dead letter is', 'dead letters are')} {what}"
     if refused:

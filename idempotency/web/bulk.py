@@ -22,8 +22,7 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
-from ..attempt.endings import LOCK_NOT_AVAILABLE
-from ..errors import ChangeRefused, IdempotencyError, NotAllowed, OperationNotFound
+from ..errors import ChangeRefused, IdempotencyError, OperationNotFound
 from ..operate.change import Change
 from ..operate.replay import replay, to_confirm
 from ..reasons import COMPENSATION_FAILED
@@ -31,11 +30,9 @@ from ..store import letter_operations, letter_pages
 from ..store.letter_messages import NEVER
 from ..store.letter_pages import Letters
 from ..store.sagas import FAILED
-from ..store.statements import describe, sqlstate
-from ..store.sweeps import is_row_error
 from ..text import number_of
 from .confirming import digest, read_of
-from .desk import Desk, change_of, desk_of, form_of, visitor_of
+from .desk import Desk, change_of, desk_of, form_of, refusal_of, visitor_of
 from .letters import chosen
 from .shown import done, page
 
@@ -94,7 +91,7 @@ class Bulk:
         if found is None:
             raise ChangeRefused("no bulk replay of this page, or older than a week")
         id, steps, person, reason, read, goes_on, *more = found
-        to_edit, never, bits = more or (0, 0, "0")  # an address of before has none
+        to_edit, never, bits = more or (0, 0, "0")  # older code signs none
         ids = list(accumulate(steps))
         refused = frozenset(letter for place, letter in enumerate(ids) if int(bits, 16) >> place & 1)
         return cls(id, ids, person, reason, frozenset(read.split()), goes_on, to_edit, never, refused)
@@ -126,7 +123,7 @@ def begin(request: Request) -> Response:
         if shown is None or shown[0] != name:
             raise ChangeRefused("what was chosen is not known any more: choose again")
         _, ids, read, *more = shown
-        to_edit, never = more or (0, 0)  # a form of before has none
+        to_edit, never = more or (0, 0)  # older code signs none
     else:
         every, read = matching(request), []
         with desk.reading() as connection:
@@ -260,16 +257,8 @@ def send(request: Request) -> Response:
             with desk.reading() as connection:
                 read = read_of(to_confirm(connection, [letter]), bulk.read)
             replay(desk.celery, letter, change, confirmed=read)
-        except NotAllowed:
-            raise  # of the person, and no letter's fault
         except (IdempotencyError, DBAPIError) as error:
-            if isinstance(error, DBAPIError) and sqlstate(error) == LOCK_NOT_AVAILABLE:
-                raise ChangeRefused(
-                    f"{sent} replayed; letter {letter} is locked by something else: go on later"
-                ) from None
-            if isinstance(error, DBAPIError) and not is_row_error(error):
-                raise
-            why = describe(error) if isinstance(error, DBAPIError) else str(error)
+            why = refusal_of(error, letter, f"{sent} replayed")
             refused[letter] = shorten(why.removeprefix(f"dead letter {letter}: "), REASON, placeholder="…")
         else:
             sent += 1

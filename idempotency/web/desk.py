@@ -11,14 +11,18 @@ from uuid import uuid4
 
 from celery import Celery
 from sqlalchemy import Connection
+from sqlalchemy.exc import DBAPIError
 from starlette.requests import Request
 
 from ..application import runtime_of
-from ..errors import ChangeRefused, OperationNotFound
+from ..attempt.endings import LOCK_NOT_AVAILABLE
+from ..errors import ChangeRefused, IdempotencyError, NotAllowed, OperationNotFound
 from ..operate.change import Change
 from ..store import letter_pages, operation_pages
 from ..store.connections import make_engine
 from ..store.overview import TIMEOUT, Snapshot
+from ..store.statements import describe, sqlstate
+from ..store.sweeps import is_row_error
 from ..upkeep.overview import ask_broker
 from ..wire.keys import OperationId
 from .access import Sessions, Visitor
@@ -162,6 +166,22 @@ def change_of(request: Request) -> Change:
         is_verified=visitor.is_verified,
         check_person=person.check,
     )
+
+
+def refusal_of(error: IdempotencyError | DBAPIError, letter: int, so_far: str) -> str:
+    """Why one letter of many is refused, so that the others go on. Raises what is no fault of it: of the person, a lock, or the database.
+
+    `so_far`: what has been done before it, for the person who reads that.
+    """
+    if isinstance(error, NotAllowed):
+        raise error
+    if not isinstance(error, DBAPIError):
+        return str(error)
+    if sqlstate(error) == LOCK_NOT_AVAILABLE:
+        raise ChangeRefused(f"{so_far}; letter {letter} is locked by something else: go on later") from None
+    if not is_row_error(error):
+        raise error
+    return describe(error)
 
 
 def number(text: str | None, *, what: str, most: int = 2**63 - 1) -> int | None:

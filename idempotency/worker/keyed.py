@@ -102,16 +102,15 @@ class Keyed(TypedTask[P, R_co], Generic[P, R_co]):
         task_id, *others, shadow = celerys
         given = senders_headers(options.pop("headers", None) or {})
         id, headers = self._checked(args, kwargs, named["idempotency_key"], named["tenant"], given)
-        sent = {**self._get_exec_options(), **shown(id), **options, "headers": {**given, **headers}}
+        headers = {**given, **headers}
+        options = shown(id) | options
+        sent = {**self._get_exec_options(), **options, "headers": headers}
         shadow = shadow or self.shadow_name(args, kwargs, sent)
+        # nobody is there to be told more of what follows: a worker refuses it, and a letter says so
         if _follows_plain_task(options):
-            check_kept(
-                {"expires": self.expires} | sent
-            )  # nobody is there to be told of the rest: a worker refuses it, and a letter says so
+            check_kept(sent)
         else:
-            check_sent(
-                self.app, {"expires": self.expires} | sent | {"task_id": task_id, "shadow": shadow}, sent["headers"]
-            )
+            check_sent(self.app, {**sent, "task_id": task_id, "shadow": shadow}, headers)
         if self.app.conf.task_always_eager:  # Celery goes on to `apply`
             options |= {"idempotency_key": id.key, "tenant": id.tenant}
         elif (
@@ -119,9 +118,7 @@ class Keyed(TypedTask[P, R_co], Generic[P, R_co]):
         ) is not None and self.app.conf.broker_write_url != cell.broker_url.get_secret_value():
             raise SettingsError(f"{self.name}: the broker is not that of the cell {self._settings.cell!r}")
         with signed_calls.signing(self._settings):
-            return super().apply_async(
-                args, kwargs, task_id, *others, shadow, headers={**given, **headers}, **(shown(id) | options)
-            )
+            return super().apply_async(args, kwargs, task_id, *others, shadow, headers=headers, **options)
 
     def _checked(
         self,
@@ -228,8 +225,8 @@ def _follows_plain_task(options: Mapping[str, Any]) -> bool:
     current = get_current_worker_task()
     if current is None or isinstance(current, Keyed):
         return False
-    is_own_call = options.get("parent_id") != current.request.id or "root_id" not in options
-    return current.name.startswith("celery.") or not is_own_call
+    is_of_its_end = "root_id" in options and options.get("parent_id") == current.request.id
+    return is_of_its_end or str(current.name).startswith("celery.")
 
 
 def shown(id: OperationId) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from sqlalchemy.engine import make_url
 
 import services
 from idempotency.application import close_runtime
+from idempotency.worker.store_runtimes import close_store_runtimes
 from tests.support import celled
 from tests.support.processes import Processes
 
@@ -87,6 +88,7 @@ def serve(cells: Cells, monkeypatch: pytest.MonkeyPatch) -> Iterator[Serve]:
     celled.app.finalize()
     yield serve
     close_runtime(celled.app)
+    close_store_runtimes(celled.app)
     celled.app.conf.changes.clear()
     celled.app.conf.changes.update(before)
     kombu.pools.reset()

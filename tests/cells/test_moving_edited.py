@@ -123,4 +123,9 @@ def test_in_a_closed_cell_an_edit_is_refused_by_name_of_the_constraint(
             ChangeRefused, match=rf"dead letter {letter}: the constraint acme_has_moved .* in records; .*docs/cells"
         ):
             edit(app, letter, corrected("o3"), ANN)
+        if has_begun:
+            with pytest.raises(
+                ChangeRefused, match=rf"dead letter {letter}: the constraint acme_has_moved .* in records"
+            ):
+                replay(app, letter, ANN)
         assert connection.execute(text("SELECT count(*) FROM idempotency.letter_edits")).scalar_one() == 0

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import UTC, datetime
 from typing import Any
 
 import amqp
@@ -25,7 +26,7 @@ from tests.integration.test_signed_copies import resent, taken, task  # noqa: F4
 from tests.integration.test_signed_messages import bank, environment, letters, signed  # noqa: F401
 from tests.support import bank as b
 from tests.support import operations as op
-from tests.support.dead_messages import body_of, publish
+from tests.support.dead_messages import body_of, publish, take
 from tests.support.operators import act
 from tests.support.processes import Processes, eventually
 from tests.support.tasks import transactional
@@ -173,8 +174,19 @@ def many(sent: dict[str, Any]) -> dict[str, Any]:
     return {f"x{number}": 1 for number in range(HEADERS_COUNT - counted(sent))}
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("added", [long_one, many])
+def bytes_that_are_no_text(_: dict[str, Any]) -> dict[str, Any]:
+    """40 KB on the wire, as little as anybody's header may be; as the text of a record it is `b'\\xff\\xff…'`, four times that."""
+    return {"junk": b"\xff" * 40_000}
+
+
+def times(_: dict[str, Any]) -> dict[str, Any]:
+    """8 bytes each where they are counted, and 19 characters in the record."""
+    return {f"x{number:053}": datetime(2026, 1, 1, tzinfo=UTC) for number in range(1700)}
+
+
+@pytest.mark.few(1)
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("added", [bytes_that_are_no_text, times, long_one, many])
 def test_what_somebody_adds_to_the_headers_of_a_copy_stays_with_no_record_that_could_not_be_sent_again(
     bank: Celery,
     relay: Relay,
@@ -186,11 +198,7 @@ def test_what_somebody_adds_to_the_headers_of_a_copy_stays_with_no_record_that_c
     """The copy is what runs first, and its next attempts are sent."""
     with transactional(engine).begin() as caller:
         b.failing.enqueue(caller, "a1", "defer")
-    name = bank.conf.task_default_queue
-    with bank.connection_for_write() as broker:
-        channel = broker.channel()
-        bank.amqp.queues[name](channel).declare()
-        first = eventually(lambda: channel.basic_get(name, no_ack=True))
+    first = take(bank)
     # as good, signed: `ignore_result` is not covered, and a worker makes it anew
     given = first.properties["application_headers"]
     sent = {name: value for name, value in given.items() if value is not None and name != "ignore_result"}

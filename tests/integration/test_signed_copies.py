@@ -28,7 +28,7 @@ from tests.integration.test_signed_messages import bank, environment, letters, s
 from tests.support import bank as b
 from tests.support import operations as op
 from tests.support import queues
-from tests.support.dead_messages import body_of, publish
+from tests.support.dead_messages import body_of, publish, take
 from tests.support.operators import ANN, act
 from tests.support.processes import Processes, eventually
 from tests.support.tasks import transactional
@@ -44,11 +44,7 @@ def taken(bank: Celery, relay: Relay, engine: Engine, task: Any) -> Any:
     """The message of an accepted deposit, which somebody with the right to read has taken away."""
     with transactional(engine).begin() as caller:
         task.enqueue(caller, "a1")
-    name = bank.conf.task_default_queue
-    with bank.connection_for_write() as broker:
-        channel = broker.channel()
-        bank.amqp.queues[name](channel).declare()
-        return eventually(lambda: channel.basic_get(name, no_ack=True))
+    return take(bank)
 
 
 def resent(bank: Celery, connection: Connection) -> int:

@@ -25,7 +25,7 @@ from idempotency.wire.headers import KEY_HEADER, OUTBOX_HEADER, SIGNATURE_HEADER
 from idempotency.wire.signing import sign
 from tests.support import bank as b
 from tests.support import operations as op
-from tests.support.dead_messages import body_of, headers, publish
+from tests.support.dead_messages import body_of, headers, publish, take
 from tests.support.operators import ANN
 from tests.support.processes import Processes, eventually
 from tests.support.tasks import transactional
@@ -208,11 +208,7 @@ def test_a_message_whose_key_became_another_type_is_altered_and_sent_again(
     """AMQP has a decimal 1234, which a key is not: the letter is not the operation's, and does not keep it from its resend."""
     with transactional(engine).begin() as caller:
         b.deposit.enqueue(caller, "1234")
-    name = bank.conf.task_default_queue
-    with bank.connection_for_write() as broker:
-        channel = broker.channel()
-        bank.amqp.queues[name](channel).declare()
-        taken = eventually(lambda: channel.basic_get(name, no_ack=True))
+    taken = take(bank)
     sent = taken.properties["application_headers"]
     assert sent[KEY_HEADER] == "1234"
     publish(bank, taken.body, headers=sent | {KEY_HEADER: Decimal(1234)})

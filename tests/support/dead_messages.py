@@ -80,6 +80,15 @@ def publish(app: Celery, body: str | bytes = BODY, *, queue: str | None = None, 
         )
 
 
+def take(app: Celery) -> Any:
+    """Take the first message of the application's queue away, as who may read it does."""
+    name = app.conf.task_default_queue
+    with app.connection_for_write() as broker:
+        channel = broker.channel()
+        app.amqp.queues[name](channel).declare()
+        return eventually(lambda: channel.basic_get(name, no_ack=True), what="a message to take")
+
+
 def die(app: Celery, consumer: DeadLetterConsumer, body: str = BODY, **options: Any) -> None:
     """Publish a message and reject it, as a worker does; it is in the dead-letter queue when this returns."""
     consumer.run_once()  # declares the queue

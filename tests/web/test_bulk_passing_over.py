@@ -80,3 +80,8 @@ def test_a_lock_of_the_table_ends_a_stage_and_passes_over_no_letter(
     assert refused.status_code == 409
     assert "is locked by something else" in refused.text
     assert "6 waiting" in otto.get("/bulk", params=of).text
+    with transactional(engine).begin() as other:
+        other.execute(text("LOCK TABLE idempotency.dead_letters IN SHARE MODE"))
+        refused = otto.post("/letters/archive", {"only_task": task.name, "reason": "known"})
+    assert refused.status_code == 409
+    assert "0 archived; letter" in refused.text
