@@ -152,7 +152,7 @@ def test_what_was_declined_is_still_asked_about_once_its_edit_is_left_out_of_the
     )
     assert [each.was for each in to_confirm(connection, [letter.id])] == ["to_be_edited", "declined"]
     replaying = ("dead-letters", "replay", letter.id)
-    assert "give --yes" in str(run(*replaying, "--unedited", status=1).exception)
+    assert "add --yes" in str(run(*replaying, "--unedited", status=1).exception)
     assert "give --unedited" in str(run(*replaying, "--yes", status=1).exception)
     run(*replaying, "--unedited", "--yes")
     assert op.record(connection, OperationId(letter.tenant, letter.task, letter.key)).status == "released"
