@@ -53,6 +53,8 @@ FROZEN = 5.0
 STALLED = 60.0
 # Seconds until a fault that was planned has to have happened.
 FAULT_WITHIN = 30.0
+# Seconds in which a process that has come may be given a partition.
+BETWEEN = 8.0
 _HANDLED = "SELECT count(*) FROM readings"
 _BOOKS = """
 SELECT count(*) AS written, count(DISTINCT reading) AS readings,
@@ -186,19 +188,27 @@ class _Fleet:
         self._log = faults / "log"
         self.faults = faults
         self.running: list[subprocess.Popen[bytes]] = []
+        # asked to stop, and not waited for
+        self.stopping: list[subprocess.Popen[bytes]] = []
 
     def start(self) -> None:
         command = [sys.executable, "-m", "idempotency.cli", "stream", "-A", "demo.stream_application"]
         with self._log.open("ab") as log:
             self.running.append(subprocess.Popen(command, env=self._environment, stdout=log, stderr=log))
 
-    def planned(self, point: str, what: str) -> int:
-        """Let one process be killed or frozen at a point; returns its pid. Raises `ProcessError` if none comes there."""
+    def planned(self, point: str, what: str, again: Callable[[], None] = lambda: None) -> int:
+        """Let one process be killed or frozen at a point; returns its pid. Raises `ProcessError` if none comes there.
+
+        `again`: what brings one there, from time to time.
+        """
         plan, known = self.faults / f"{point}.{what}", set(self.faults.glob(f"*.{what}"))
         plan.touch()
         self._feed.more()
-        deadline = time.monotonic() + FAULT_WITHIN
+        deadline, next_at = time.monotonic() + FAULT_WITHIN, time.monotonic()
         while plan.exists():
+            if time.monotonic() > next_at:
+                again()
+                next_at = time.monotonic() + BETWEEN
             if time.monotonic() > deadline:
                 plan.unlink(missing_ok=True)
                 raise ProcessError(f"no process came to {point}; the end of the log:\n{self.log()[-2000:]}")
@@ -207,11 +217,18 @@ class _Fleet:
         return int(done.name.partition(".")[0])
 
     def replace(self, pid: int) -> None:
-        """Wait for the end of a process, and start another one."""
-        (gone,) = [each for each in self.running if each.pid == pid]
+        """Wait for the end of a process, and start another one if none has taken its place."""
+        (gone,) = [each for each in [*self.running, *self.stopping] if each.pid == pid]
         gone.wait(30)
-        self.running.remove(gone)
+        if gone in self.running:
+            self.running.remove(gone)
+            self.start()
+
+    def relieve(self) -> None:
+        """Start a process, and ask the oldest one to stop, without waiting for it: it gives back what it holds."""
         self.start()
+        self.stopping.append(self.running.pop(0))
+        self.stopping[-1].send_signal(signal.SIGTERM)
 
     def stop_one(self) -> None:
         """Ask a process to stop; it ends what it has begun."""
@@ -233,6 +250,7 @@ class _Fleet:
                 raise ProcessError(f"a process ended with {each.returncode}:\n{self.log()[-2000:]}")
 
     def end(self) -> None:
+        self.running += self.stopping
         while self.running:
             process = self.running.pop()
             if process.poll() is None:
@@ -251,11 +269,11 @@ def _disturb(fleet: _Fleet, engine: Engine, report: StreamReport, console: Conso
     """A kill at every point, with a rebalance and then a zombie in between."""
     _until(engine, BATCH, fleet)
     for number, point in enumerate(POINTS):
-        if point == "stream.given_up":  # reached by what gives partitions back: a process that comes
+        if point == "stream.assigned":  # reached by what takes partitions: a process that comes
             fleet.start()
-        if point == "stream.assigned":  # by what takes some
-            fleet.start()
-        fleet.replace(fleet.planned(point, "kill"))
+        # another one by what gives them back; what holds none is no use
+        again = [fleet.relieve] if point == "stream.given_up" else []
+        fleet.replace(fleet.planned(point, "kill", *again))
         while len(fleet.running) > PROCESSES:
             fleet.stop_one()
             report.rebalances += 1
