@@ -19,8 +19,10 @@ from .sweeps import RECORD_ID, THIS_RECORD, Sweep
 
 # A record that must stay is looked at again after an hour, so that it does not cost every pass something. Seconds.
 KEEP = 3600.0
-# How long a purge pauses after each batch, in times of what that took: claims beside it have three quarters of the time alone. What
-# it deletes at this pace (`make bench ONLY=purge`) is still many times what workers complete.
+# Rows that one statement of a purge deletes, and how long it pauses after each, in times of what that took: claims beside it have
+# three quarters of the time alone, and wait for little at once. What it deletes at this pace (`make bench ONLY=purge`) is still
+# many times what workers complete.
+BATCH = 100
 REST = 3.0
 # Events, or rows of sagas, that one statement deletes.
 FORGOTTEN = 10_000
@@ -236,7 +238,9 @@ def operations(
     """
     bounds = {"service": service, "keep": KEEP, "horizon": horizon} | ({"late": late} if late else {})
     sweep = _LATE_OPERATIONS if late else OPERATIONS
-    return _both(sweeps.run(connection, each, bounds, limit=limit, rest=REST) for each in _with_unnamed(sweep))
+    return _both(
+        sweeps.run(connection, each, bounds, limit=limit, batch=BATCH, rest=REST) for each in _with_unnamed(sweep)
+    )
 
 
 def requests(connection: Connection, service: str, *, retention: float, limit: int) -> tuple[int, bool]:
@@ -289,7 +293,9 @@ def rows(
     Returns how many, and whether more may be due.
     """
     bounds = {"service": service, "status": status, "retention": retention, "horizon": horizon}
-    return _both(sweeps.run(connection, sweep, bounds, limit=limit, rest=REST) for sweep in _with_unnamed(ROWS))
+    return _both(
+        sweeps.run(connection, sweep, bounds, limit=limit, batch=BATCH, rest=REST) for sweep in _with_unnamed(ROWS)
+    )
 
 
 def _with_unnamed(sweep: Sweep) -> tuple[Sweep, Sweep]:

@@ -104,14 +104,20 @@ class Sweep:
 
 
 def run(
-    connection: Connection, sweep: Sweep, parameters: Mapping[str, Any], *, limit: int, rest: float = 0.0
+    connection: Connection,
+    sweep: Sweep,
+    parameters: Mapping[str, Any],
+    *,
+    limit: int,
+    batch: int = BATCH,
+    rest: float = 0.0,
 ) -> tuple[int, bool]:
     """Handle what is due, up to about `limit` rows. Returns how many were handled, and whether more may be due.
 
     `rest`: how long to pause after each batch, in times of what it took, so that others have the disk and the processors.
     """
     handled = seen = 0
-    fields = {**parameters, "batch": BATCH}
+    fields = {**parameters, "batch": batch}
     with sweep_settings(connection):
         while seen < limit:
             began = time.monotonic()
@@ -129,7 +135,7 @@ def run(
                 moved = done + aside
             handled += done
             seen += found
-            if found < BATCH or not moved:
+            if found < batch or not moved:
                 return handled, False
             time.sleep(rest * (time.monotonic() - began))
     return handled, True
