@@ -114,7 +114,7 @@ def run(
 ) -> tuple[int, bool]:
     """Handle what is due, up to about `limit` rows. Returns how many were handled, and whether more may be due.
 
-    `rest`: how long to pause after each batch, in times of what it took, so that others have the disk and the processors.
+    `batch`: rows for each statement. `rest`: how long to pause after each batch, in times of what it took, so that others have the disk and the processors.
     """
     handled = seen = 0
     fields = {**parameters, "batch": batch}

@@ -106,7 +106,7 @@ class Keyed(TypedTask[P, R_co], Generic[P, R_co]):
         options = shown(id) | options
         sent = {**self._get_exec_options(), **options, "headers": headers}
         shadow = shadow or self.shadow_name(args, kwargs, sent)
-        # nobody is there to be told more of what follows: a worker refuses it, and a letter says so
+        # What follows a plain task has no caller who could be told: a worker refuses it, and a letter says so.
         if _follows_plain_task(options):
             check_kept(sent)
         else:
