@@ -494,11 +494,11 @@ def test_a_bad_call_is_refused_where_it_is_made(bank: Celery, options: Any, erro
 
 def test_a_message_shows_its_key_and_never_its_arguments(bank: Celery, engine: Engine) -> None:
     with Session(transactional(engine)) as session, session.begin():
-        bank_task("deposit").enqueue(session, "a-key", 987654)
+        bank_task("deposit").enqueue(session, "a-key", 987654321098)
     with engine.connect() as connection:
         headers = json.loads(connection.execute(text("SELECT message FROM idempotency.outbox")).scalar_one())["headers"]
     assert headers["argsrepr"] == "idempotency-key=a-key"
-    assert "987654" not in json.dumps(headers)
+    assert "987654321098" not in json.dumps(headers)
 
 
 def test_an_eager_call_is_protected_too_and_retries_at_once(bank: Celery, entries: Entries, record: Record) -> None:

@@ -19,6 +19,7 @@ from idempotency.operate.edit import approve_edit, edit
 from idempotency.operate.people import Person
 from idempotency.operate.replay import NotConfirmed, replay, to_confirm
 from idempotency.store import discards
+from idempotency.wire.message import Message
 from tests.support import bank as b
 from tests.support import operations as op
 from tests.support.deliveries import Deliveries
@@ -89,7 +90,7 @@ def test_an_edit_that_was_approved_is_sent_without_a_word(
     approve_edit(bank, Person("eve", "approver"), letters[1], waiting)
     assert to_confirm(connection, letters) == []
     replay(bank, letters[1], BEN, confirmed=())
-    assert "50000" not in op.outbox(connection)[-1].message
+    assert "50000" not in Message.from_text(op.outbox(connection)[-1].message).body
 
 
 def test_another_letter_of_the_operation_is_not_sent_without_a_word_either(
