@@ -136,7 +136,8 @@ def runtime_for(app: Celery, tenant: str | None) -> Runtime:
     Where there are no cells, that of the application. Raises `WrongCell` for a tenant that is in no cell, or of another one than
     this process serves; and `SettingsError`, also in a process without a cell for no tenant.
     """
-    if tenant is None or not serves_no_cell(app):
+    # a process that has opened its own serves a cell, or there are none: asked first, because it costs less
+    if tenant is None or _of_this_process(app) is not None or not serves_no_cell(app):
         runtime = runtime_of(app)
         if tenant is not None:
             runtime.settings.check_cell(tenant)
