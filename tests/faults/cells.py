@@ -41,7 +41,7 @@ BATCH_PHASES = {
 }
 
 LEGEND = {
-    "R": "redelivered, claimed with a higher fence than any before, runs, one commit",
+    "R": "redelivered, claimed again with a higher fence, runs, one commit",
     "R+": "the same while the stale attempt still exists; what it writes matches no row",
     "G": "R, and the gateway is called again under the same key: one charge",
     "U": "outcome unknown to its own process: the record is read again on a new connection; completed → ack, else R",
@@ -199,8 +199,8 @@ _SAGA_ROWS = {
 
 # The columns are B0–B4, the letters those of all three operations.
 _BATCH_ROWS = {
-    "F1": ("R,S", "D or R,S", "R", "D", "D"),
-    "F2": ("R,S", "D or R,S", "R", "D", "D"),
+    "F1": ("R,S", "D or R,S", "R,S", "D", "D"),
+    "F2": ("R,S", "D or R,S", "R,S", "D", "D"),
     "F3": ("R+", "D or R+", "R", "–", "D"),
     "F13": ("–", "–", "–", "U", "–"),
 }
