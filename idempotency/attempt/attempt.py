@@ -64,7 +64,7 @@ class Attempt:
         self.response_code = ends.RESPONSE_COMPLETED
         self._holding = Holding(claim, delivery.fingerprint, runtime.settings.lease)
         self.writes = FencedWrites(runtime, claim, self._holding)
-        self.hold()
+        runtime.heartbeat.hold(self._holding)
 
     @property
     def has_hint(self) -> bool:
@@ -75,10 +75,6 @@ class Attempt:
     def released_as(self) -> tuple[Any, str] | None:
         """Of a saga's attempt: the saga's id and the status in which it was read."""
         return None
-
-    def hold(self) -> None:
-        """Have the lease renewed until `close`."""
-        self.runtime.heartbeat.hold(self._holding)
 
     # ------------------------------------------------------------ while the body runs
 

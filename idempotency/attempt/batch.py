@@ -1,15 +1,13 @@
-"""Many first attempts of one task: claimed by one statement, or run and completed in one transaction.
+"""Many first attempts of one task, claimed by one statement; and, if they are to, run and completed in one transaction.
 
     answers = claim_together(runtime, deliveries)
     answers = run_together(runtime, deliveries, policy, body)
 
-`claim_together` claims operations that have no record yet, and the caller runs each by `run`, in a transaction of its own. Those
-that have been completed are answered.
-
-`run_together` claims nothing. What the bodies write and their records are one commit, so that a crash leaves nothing behind,
-and of two that run the same operation at once the unique key lets one commit. Only what is plain is run so: bodies that write to
-their session and return. Everything else (an error, an effect, a step, a duplicate, a commit without an answer) the caller runs
-alone, by `run`. So such a body may run up to three times for one attempt; what it wrote before is rolled back.
+Claimed together are operations that have no record yet, and those that have been completed are answered; the caller runs
+each claim by `run`, in a transaction of its own. Only what is plain is run together: bodies that write to their session and
+return. For everything else (an error, an effect, a step, a duplicate, a lost lease, a commit without an answer) the answer
+is the token under which it is claimed, or may be, and the caller runs it alone by `run` with that token, which asks the
+record. So a body that shares a transaction may run up to three times for one attempt; what it wrote before is rolled back.
 """
 
 from __future__ import annotations
@@ -45,7 +43,7 @@ from .runtime import Runtime
 from .session import LEADING, sessions_of
 
 # The body of a delivery, given by its place in the batch.
-BatchBody = Callable[[int, "SharingAttempt"], Any]
+BatchBody = Callable[[int, "BatchedAttempt"], Any]
 # What a body has SET would be so for the next ones.
 _SETS = re.compile(LEADING + r"(?:set|reset|discard|do)\b|.*\bset_config\b", re.IGNORECASE | re.DOTALL)
 # A call of `idempotency.about`, as `enqueue` makes one, and the name of the parameter that is its tenant.
@@ -57,12 +55,18 @@ class Answer:
     """What became of one delivery: it has ended (`outcome`), is claimed (`claim`), or has to ask its record under this token."""
 
     token: str
-    # Its outcome, if nothing is left to run: completed now, or before.
-    outcome: Finished | Completed | None = None
+    finished: Finished | None = None
+    # It was completed before.
+    completed: Completed | None = None
     # It is claimed, and the heartbeat renews this until it is run or given up.
     holding: Holding | None = None
     # It may be claimed: the claiming statement had no answer.
     is_in_doubt: bool = False
+
+    @property
+    def outcome(self) -> Finished | Completed | None:
+        """Its outcome, if nothing is left to run."""
+        return self.finished or self.completed
 
     @property
     def claim(self) -> Claimed | None:
@@ -77,12 +81,8 @@ class Alone(IdempotencyError):
     """This body needs a transaction of its own."""
 
 
-class SharingAttempt(Attempt):
-    """A first attempt whose body shares its transaction with others, and that has claimed nothing.
-
-    Its operation has no record before the commit, so no lease has to be renewed, and none can be lost. It may not commit
-    anything before its end.
-    """
+class BatchedAttempt(Attempt):
+    """An attempt whose body shares its transaction with others. It may not commit anything before its end."""
 
     # Whether the body has rolled back past SQLAlchemy, and so what others had written.
     has_rolled_back = False
@@ -90,16 +90,6 @@ class SharingAttempt(Attempt):
     is_about_others = False
     # Its span, which is noted with its end.
     trace: str | None = None
-
-    def __init__(self, runtime: Runtime, delivery: Delivery, policy: Policy) -> None:
-        unclaimed = Claimed(delivery.id, 0, "", 1, 1, 0.0, {}, fingerprint=delivery.fingerprint, has_hint=False)
-        super().__init__(runtime, unclaimed, delivery, policy)
-
-    def hold(self) -> None:
-        """Nothing: there is no lease."""
-
-    def check_lease(self) -> None:
-        """Nothing: the commit decides."""
 
     def check_may_begin(self) -> None:
         self.leave()
@@ -119,39 +109,44 @@ class SharingAttempt(Attempt):
 
 
 def run_together(runtime: Runtime, deliveries: Sequence[Delivery], policy: Policy, body: BatchBody) -> list[Answer]:
-    """Run and commit these deliveries of one task and tenant, with keys that differ; one answer for each.
+    """Claim, run and commit these deliveries of one task and tenant, with keys that differ; one answer for each.
 
-    Raises what ends the process, and `SoftTimeLimitExceeded`: nothing of what ran is committed then. Whatever else goes wrong,
-    they are run alone.
+    Raises what ends the process, and `SoftTimeLimitExceeded`, and gives the claims back then: whatever else goes wrong, they
+    are run alone.
     """
+    tokens = [secrets.token_hex(16) for _ in deliveries]
     done: dict[int, Finished] = {}
-    known: dict[str, Completed | None] = {}
-    if type(framework()) is Framework:  # a framework's own connection is in one session at a time
-        try:
-            known, most = _known(runtime, deliveries)
-            new = [place for place, delivery in enumerate(deliveries) if delivery.id.key not in known]
-            for begin in range(0, len(new), most):
-                done |= _Batch(runtime, deliveries, policy, body).run(new[begin : begin + most])
-        except SoftTimeLimitExceeded:
+    attempts: dict[int, BatchedAttempt] = {}
+    completed: dict[str, Completed] = {}
+    try:
+        if type(framework()) is Framework:  # a framework's own connection is in one session at a time
+            claims, completed = _claim_or_answer(runtime, deliveries, tokens)
+            attempts = {
+                place: BatchedAttempt(runtime, claim, delivery, policy)
+                for place, delivery in enumerate(deliveries)
+                if (claim := claims.get(delivery.id.key)) is not None
+            }
+            done = _Batch(runtime, attempts, policy, body).run()
+    except BaseException as error:
+        if not isinstance(error, Exception) or isinstance(error, SoftTimeLimitExceeded):
+            for attempt in attempts.values():
+                _release(attempt)
             raise
-        except Exception as error:
-            # A COMMIT may have succeeded all the same. The records know, and each delivery asks its own.
-            log.warning("batch_not_committed", task=deliveries[0].id.task, many=len(deliveries), error=describe(error))
+        # Its COMMIT may have succeeded. The records know, and each delivery asks its own.
+        log.warning("batch_not_committed", task=deliveries[0].id.task, many=len(attempts), error=describe(error))
+    finally:
+        for attempt in attempts.values():
+            attempt.close()
     return [
-        Answer(secrets.token_hex(16), outcome=done.get(place) or known.get(delivery.id.key))
-        for place, delivery in enumerate(deliveries)
+        # what may be claimed and has to run alone is given back by its token if that does not come about
+        Answer(
+            token,
+            finished=done.get(place),
+            completed=(known := completed.get(delivery.id.key)),
+            is_in_doubt=known is None and place not in done,
+        )
+        for place, (token, delivery) in enumerate(zip(tokens, deliveries, strict=True))
     ]
-
-
-def _known(runtime: Runtime, deliveries: Sequence[Delivery]) -> tuple[dict[str, Completed | None], int]:
-    """Which of these cannot be begun as new ones, by key, with the answers of completed ones; and how many may be together."""
-    runtime.check_open()
-    id, settings = deliveries[0].id, runtime.settings
-    with metrics.phase(id.task, "claim"), runtime.autocommit(id.tenant) as connection:
-        known = batches.known(connection, deliveries, service=settings.service, horizon=settings.redelivery_horizon)
-        most = batches.most_together(connection, len(deliveries))
-    metrics.duplicates.labels(id.task).inc(sum(answer is not None for answer in known.values()))
-    return known, most
 
 
 def claim_together(runtime: Runtime, deliveries: Sequence[Delivery]) -> list[Answer]:
@@ -169,7 +164,7 @@ def claim_together(runtime: Runtime, deliveries: Sequence[Delivery]) -> list[Ans
         log.warning("batch_not_claimed", task=deliveries[0].id.task, many=len(deliveries), error=describe(error))
         return [Answer(token, is_in_doubt=True) for token in tokens]
     return [
-        Answer(token, outcome=completed.get(delivery.id.key), holding=_held(runtime, claims.get(delivery.id.key)))
+        Answer(token, completed=completed.get(delivery.id.key), holding=_held(runtime, claims.get(delivery.id.key)))
         for token, delivery in zip(tokens, deliveries, strict=True)
     ]
 
@@ -227,59 +222,52 @@ def _claim_or_answer(
             lease=settings.lease,
             horizon=settings.redelivery_horizon,
         )
-        known = {}
-        if others := [each for each in deliveries if each.id.key not in claims]:
-            known = batches.known(connection, others, service=settings.service, horizon=settings.redelivery_horizon)
-    completed = {key: answer for key, answer in known.items() if answer is not None}
+        known = [each for each in deliveries if each.id.key not in claims]
+        completed = batches.completed(connection, known, service=settings.service) if known else {}
     metrics.claims.labels(id.task).inc(len(claims))
     metrics.duplicates.labels(id.task).inc(len(completed))
     return claims, completed
 
 
 class _Batch:
-    def __init__(self, runtime: Runtime, deliveries: Sequence[Delivery], policy: Policy, body: BatchBody) -> None:
+    def __init__(self, runtime: Runtime, attempts: dict[int, BatchedAttempt], policy: Policy, body: BatchBody) -> None:
         self._runtime = runtime
-        self._deliveries = deliveries
+        self._attempts = attempts
         self._policy = policy
         self._body = body
 
-    def run(self, places: Sequence[int]) -> dict[int, Finished]:
+    def run(self) -> dict[int, Finished]:
         """First without savepoints: they cost two round trips each, and beyond 64 every other transaction looks them up on disk.
 
         If one body cannot stay, all are rolled back and run once more, each behind a savepoint.
         """
-        if not places:
-            return {}
-        attempts = {place: SharingAttempt(self._runtime, self._deliveries[place], self._policy) for place in places}
-        try:
-            with suppress(_NotAll, IntegrityError):  # a constraint that is checked at COMMIT
-                return self._try(attempts, savepoints=False)
-            return self._try(attempts, savepoints=True)
-        finally:
-            for attempt in attempts.values():
-                attempt.close()
+        crash_point("claimed")
+        with suppress(_NotAll, IntegrityError):  # a constraint that is checked at COMMIT
+            return self._try(savepoints=False)
+        return self._try(savepoints=True)
 
-    def _try(self, attempts: dict[int, SharingAttempt], *, savepoints: bool) -> dict[int, Finished]:
-        """Run and commit them. Takes those out that something else has begun meanwhile: raises `_NotAll` because of them."""
-        id = self._deliveries[0].id
+    def _try(self, *, savepoints: bool) -> dict[int, Finished]:
+        if not self._attempts:
+            return {}
+        id = next(iter(self._attempts.values())).claim.id
         with self._runtime.transaction(id.tenant) as connection:
             crash_point("body.entered")
             with metrics.phase(id.task, "body"):
                 written = {
                     place: result
-                    for place, attempt in attempts.items()
+                    for place, attempt in self._attempts.items()
                     if (result := self._stays(connection, place, attempt, savepoint=savepoints)) is not None
                 }
             if not written:
                 return {}
             with metrics.phase(id.task, "commit"):
-                self._complete(connection, attempts, written)
+                self._complete(connection, written)
         crash_point("finish.committed")
         metrics.completed.labels(id.task).inc(len(written))
-        return {place: Finished(attempts[place].claim, result) for place, (result, _) in written.items()}
+        return {place: Finished(self._attempts[place].claim, result) for place, (result, _) in written.items()}
 
     def _stays(
-        self, connection: Connection, place: int, attempt: SharingAttempt, *, savepoint: bool
+        self, connection: Connection, place: int, attempt: BatchedAttempt, *, savepoint: bool
     ) -> tuple[Any, str] | None:
         """Run a body. Returns its result, also as text; None: it cannot stay, and nothing of it does."""
         try:
@@ -294,31 +282,25 @@ class _Batch:
                 raise
             return None
 
-    def _complete(
-        self, connection: Connection, attempts: dict[int, SharingAttempt], written: dict[int, tuple[Any, str]]
-    ) -> None:
-        settings = self._runtime.settings
-        recorded = batches.complete_new(
+    def _complete(self, connection: Connection, written: dict[int, tuple[Any, str]]) -> None:
+        attempts = [self._attempts[place] for place in written]
+        for attempt in attempts:
+            attempt.check_lease()
+        batches.complete(
             connection,
-            [self._deliveries[place] for place in written],
+            [attempt.claim for attempt in attempts],
             [stored for _, stored in written.values()],
-            [attempts[place].trace for place in written],
-            service=settings.service,
-            holder=self._runtime.holder,
+            [attempt.trace for attempt in attempts],
             retention=self._policy.retention_completed,
-            lease=settings.lease,
+            lease=self._runtime.settings.lease,
         )
         crash_point("finish.written")
-        if others := [place for place in written if self._deliveries[place].id.key not in recorded]:
-            for place in others:
-                attempts.pop(place).close()
-            raise _NotAll
 
 
 def run_within(
     runtime: Runtime,
     connection: Connection,
-    attempt: SharingAttempt,
+    attempt: BatchedAttempt,
     body: Callable[[Any], Any],
     *,
     savepoint: bool = False,
@@ -363,4 +345,4 @@ def run_within(
 
 
 class _NotAll(Exception):
-    """One of them cannot stay in the transaction, and no savepoint is before it."""
+    """A body that is not behind a savepoint cannot stay in the transaction."""

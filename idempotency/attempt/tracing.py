@@ -22,7 +22,7 @@ from ..wire.delivery import Delivery
 from ..wire.headers import ORIGIN_HEADER
 from ..wire.keys import HTTP_TASK, OperationId
 from .attempt import Attempt
-from .batch import BatchBody, SharingAttempt
+from .batch import BatchBody, BatchedAttempt
 from .endings import Ended, Ending, Fail, Finished, Release
 from .runtime import Runtime
 
@@ -72,7 +72,7 @@ class BatchSpans:
         self._body = body
         self._spans: dict[int, Span] = {}
 
-    def run(self, place: int, attempt: SharingAttempt) -> Any:
+    def run(self, place: int, attempt: BatchedAttempt) -> Any:
         """Run one body, perhaps once more. Its span is noted with its end, so that it costs no statement of its own."""
         if self._traces is None:
             return self._body(place, attempt)
@@ -107,14 +107,12 @@ def note_attempt(traces: Traces, attempt: Attempt) -> None:
 
 
 def _of_claim(claim: Claimed) -> dict[str, str | int | bool]:
-    found: dict[str, str | int | bool] = {
+    return {
         "idempotency.attempt": claim.attempts,
+        "idempotency.fence": claim.fence,
         "idempotency.generation": claim.generation,
         "idempotency.taken_over": claim.taken_over,
     }
-    if claim.fence:  # none where nothing was claimed, as of what shares a transaction
-        found["idempotency.fence"] = claim.fence
-    return found
 
 
 def applied(traces: Traces, ending: Ending, attempt: Attempt) -> Finished | Ended | Release:

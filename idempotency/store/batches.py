@@ -1,4 +1,4 @@
-"""Many new operations of a task by one statement: claimed, or completed at once without a claim."""
+"""Claiming many new operations of a task in one statement, and completing them in one."""
 
 from __future__ import annotations
 
@@ -54,32 +54,29 @@ _CLAIM_NEW_IN_PARTITIONS = (
 # What there is of operations already, and what a single claim would answer for those that have been completed, by the record alone.
 # OFFSET 0, because by the conditions together a plan that is made while the table is small reads all that the application has
 # completed.
-_KNOWN = """
+_THERE = """
 WITH given AS MATERIALIZED (
-    SELECT * FROM unnest(%(keys)b::text[], %(fingerprints)b::text[], %(signed)b::float8[]) AS g(key, fingerprint, signed_at)
+    SELECT * FROM unnest(%(keys)b::text[], %(fingerprints)b::text[]) AS g(key, fingerprint)
 )
-SELECT given.key, known.result,
-    known.status = 'completed' AND known.service = %(service)s AND known.fingerprint = given.fingerprint AS is_done
-FROM given LEFT JOIN LATERAL (
-    SELECT true AS is_there, r.status, r.service, r.fingerprint, r.result FROM idempotency.records r
+SELECT given.key, {} FROM given CROSS JOIN LATERAL (
+    SELECT * FROM idempotency.records r
     WHERE r.tenant = %(tenant)s AND r.task = %(task)s AND r.key = given.key OFFSET 0
-) known ON true
-WHERE known.is_there OR to_timestamp(signed_at) < clock_timestamp() - make_interval(secs => %(horizon)s)
+) known
 """
+_IS_DONE = "known.status = 'completed' AND known.service = %(service)s AND known.fingerprint = given.fingerprint"
+_COMPLETED = _THERE.format("known.result") + f"WHERE {_IS_DONE}"
+_KNOWN = _THERE.format(f"{_IS_DONE} AS is_done")
 
 # Of operations that no one has claimed: what they are known by is committed with what they have done, in one version of the row.
 _COMPLETE_NEW = """
 WITH given AS MATERIALIZED (
-    SELECT * FROM unnest(%(keys)b::text[], %(fingerprints)b::text[], %(messages)b::text[], %(queues)b::text[],
-                         %(results)b::text[], %(traces)b::text[])
-        AS g(key, fingerprint, message, queue, result, trace)
+    SELECT * FROM unnest(%(keys)b::text[], %(fingerprints)b::text[], %(results)b::text[]) AS g(key, fingerprint, result)
 )
 INSERT INTO idempotency.records
-    (tenant, task, key, status, fence, locked_by, fingerprint, message, queue, service, result, trace, response_code,
-     completed_at, expires_at)
-SELECT %(tenant)s, %(task)s, key, 'completed', pg_catalog.nextval('idempotency.fence'), %(holder)s, fingerprint, message, queue,
-       %(service)s, result, trace, %(response_code)s, clock_timestamp(),
-       clock_timestamp() + make_interval(secs => %(retention)s)
+    (tenant, task, key, status, fence, locked_by, fingerprint, message, queue, service, result, response_code, completed_at,
+     expires_at)
+SELECT %(tenant)s, %(task)s, key, 'completed', pg_catalog.nextval('idempotency.fence'), %(holder)s, fingerprint, '', %(queue)s,
+       %(service)s, result, %(response_code)s, clock_timestamp(), clock_timestamp() + make_interval(secs => %(retention)s)
 FROM given
 -- in one order everywhere, as when they are claimed
 ORDER BY key
@@ -92,11 +89,40 @@ _COMPLETE_NEW_IN_PARTITIONS = (
     .replace("FROM given\n-- in one", "FROM free\n-- in one")
 )
 
-# As of a single end: a holder that freezes before COMMIT is disconnected within half a lease, and the commit is flushed.
+# As of a single end: a holder that freezes before COMMIT is disconnected within half a lease, and the commit is flushed. The
+# rows are found by their keys, however small the table was when the plan was made.
 _SETTINGS = """
 SELECT set_config('idle_in_transaction_session_timeout', %(idle_ms)s, true) AS idle,
-       set_config('synchronous_commit', 'on', true) AS flush
+       set_config('synchronous_commit', 'on', true) AS flush, set_config('enable_seqscan', 'off', true) AS scan
 """
+# Raises division_by_zero unless all are still held: then none is committed. LATERAL and `= ANY`, because by a join alone a
+# plan that is made while the table is small reads all records of the task.
+_COMPLETE_WITH = """
+WITH given AS MATERIALIZED (
+    SELECT * FROM unnest(%(keys)b::text[], %(fences)b::bigint[], %(tokens)b::text[], %(results)b::text[]{array})
+        AS g(key, fence, token, result{column}) ORDER BY key
+), mine AS MATERIALIZED (
+    SELECT given.key, given.result{given} FROM given CROSS JOIN LATERAL (
+        SELECT FROM idempotency.records r
+        WHERE r.tenant = %(tenant)s AND r.task = %(task)s AND r.key = given.key
+          AND r.status = 'started' AND r.fence = given.fence AND r.token = given.token
+        FOR UPDATE
+    ) held
+), finished AS (
+    UPDATE idempotency.records r
+    SET status = 'completed', result = mine.result,{change} response_code = %(response_code)s, completed_at = clock_timestamp(),
+        locked_until = NULL, expires_at = clock_timestamp() + make_interval(secs => %(retention)s),
+        updated_at = clock_timestamp()
+    FROM mine WHERE r.tenant = %(tenant)s AND r.task = %(task)s AND r.key = ANY(%(keys)b::text[]) AND r.key = mine.key
+    RETURNING 1
+)
+SELECT 1 / (count(*) = %(many)s)::int FROM finished
+"""
+_COMPLETE = _COMPLETE_WITH.format(array="", column="", given="", change="")
+# With the spans of the attempts, as `traces.note` has them: here, because nothing that has ended is changed.
+_COMPLETE_TRACED = _COMPLETE_WITH.format(
+    array=", %(traces)b::text[]", column=", trace", given=", given.trace", change=" trace = mine.trace,"
+)
 
 
 def claim_new(
@@ -124,8 +150,10 @@ def claim_new(
             {
                 **_named(some, service),
                 "tokens": list(tokens[begin : begin + many]),
-                **_stored(some),
-                **_age(some, horizon),
+                "messages": [each.message for each in some],
+                "queues": [each.queue for each in some],
+                "signed": [each.signed_at for each in some],
+                "horizon": horizon,
                 "holder": holder,
                 "lease": lease,
             },
@@ -153,23 +181,63 @@ def most_together(connection: Connection, many: int) -> int:
     return min(many, KEYS_AT_ONCE) if is_partitioned(connection) else many
 
 
-def known(
-    connection: Connection, deliveries: Sequence[Delivery], *, service: str, horizon: float
-) -> dict[str, Completed | None]:
-    """Those of these operations of one task and tenant that cannot be begun as new ones, by key.
+def completed(connection: Connection, deliveries: Sequence[Delivery], *, service: str) -> dict[str, Completed]:
+    """The answers, by key, to those of these deliveries of one task and tenant whose operations have been completed."""
+    rows = execute(
+        connection,
+        _COMPLETED,
+        _named(deliveries, service),
+    ).fetchall()
+    return {row.key: Completed(row.result) for row in rows}
 
-    With the answer, if they have been completed; None: their record has to be asked, or they are asked for by a message that
-    was signed longer than `horizon` seconds ago.
+
+def complete(
+    connection: Connection,
+    claims: Sequence[Claimed],
+    results: Sequence[str],
+    traces: Sequence[str | None],
+    *,
+    retention: float,
+    lease: float,
+) -> None:
+    """Complete operations of one task and tenant in the bodies' transaction. Raises `DivisionByZero` if one is not held.
+
+    `results` as text, one for each claim, and so `traces`, the spans of the attempts; `retention` and `lease` in seconds.
     """
-    rows = execute(connection, _KNOWN, _named(deliveries, service) | _age(deliveries, horizon)).fetchall()
-    return {row.key: Completed(row.result) if row.is_done else None for row in rows}
+    first = claims[0].id
+    execute(connection, _SETTINGS, {"idle_ms": idle_ms(lease)})
+    execute(
+        connection,
+        _COMPLETE_TRACED if any(traces) else _COMPLETE,
+        {
+            "tenant": first.tenant,
+            "task": first.task,
+            "keys": [each.id.key for each in claims],
+            "fences": [each.fence for each in claims],
+            "tokens": [each.token for each in claims],
+            "results": list(results),
+            "response_code": RESPONSE_COMPLETED,
+            "retention": retention,
+            "many": len(claims),
+        }
+        | ({"traces": list(traces)} if any(traces) else {}),
+    )
+
+
+def known(connection: Connection, deliveries: Sequence[Delivery], *, service: str) -> dict[str, bool]:
+    """Those of these operations of one task and tenant that have a record, by key: whether it says that they have been completed."""
+    rows = execute(
+        connection,
+        _KNOWN,
+        _named(deliveries, service),
+    ).fetchall()
+    return {row.key: bool(row.is_done) for row in rows}
 
 
 def complete_new(
     connection: Connection,
     deliveries: Sequence[Delivery],
     results: Sequence[str],
-    traces: Sequence[str | None],
     *,
     service: str,
     holder: str,
@@ -179,8 +247,8 @@ def complete_new(
     """Complete operations of one task and tenant that no one has claimed, in the bodies' transaction. Returns the keys of those.
 
     Whoever has claimed another one's key since, or is about to commit, has it: it is not among them. At most `most_together`, and
-    last: until the commit, others wait for their keys, and upkeep for all partitions. `results` as text, one for each delivery,
-    and so `traces`, the spans of the attempts; `retention` and `lease` in seconds.
+    last: until the commit, others wait for their keys, and upkeep for all partitions. `results` as text; `retention` and `lease`
+    in seconds.
     """
     execute(connection, _SETTINGS, {"idle_ms": idle_ms(lease)})
     rows = execute(
@@ -188,9 +256,8 @@ def complete_new(
         fitting(connection, _COMPLETE_NEW, _COMPLETE_NEW_IN_PARTITIONS),
         {
             **_named(deliveries, service),
-            **_stored(deliveries),
             "results": list(results),
-            "traces": list(traces),
+            "queue": deliveries[0].queue,
             "holder": holder,
             "retention": retention,
             "response_code": RESPONSE_COMPLETED,
@@ -209,12 +276,3 @@ def _named(deliveries: Sequence[Delivery], service: str) -> dict[str, Any]:
         "keys": [each.id.key for each in deliveries],
         "fingerprints": [each.fingerprint for each in deliveries],
     }
-
-
-def _stored(deliveries: Sequence[Delivery]) -> dict[str, Any]:
-    """What their records keep of their messages."""
-    return {"messages": [each.message for each in deliveries], "queues": [each.queue for each in deliveries]}
-
-
-def _age(deliveries: Sequence[Delivery], horizon: float) -> dict[str, Any]:
-    return {"signed": [each.signed_at for each in deliveries], "horizon": horizon}

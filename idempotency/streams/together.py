@@ -15,13 +15,14 @@ from typing import Any
 from sqlalchemy import Connection
 
 from ..attempt.attempt import Attempt
-from ..attempt.batch import SharingAttempt, run_within
+from ..attempt.batch import BatchedAttempt, run_within
 from ..attempt.exits import exits_are_errors
 from ..attempt.policy import Policy
 from ..attempt.runtime import Runtime
 from ..observe import metrics
 from ..observe.crash_points import crash_point
 from ..store import batches, streams
+from ..store.answers import Claimed
 from .declaring import Stream
 from .handling import Handling
 from .partition import Partition
@@ -49,6 +50,19 @@ class Committed:
     position: int
 
 
+class UnclaimedAttempt(BatchedAttempt):
+    """An attempt whose operation has no record before the commit: no lease has to be renewed, and none can be lost."""
+
+    def __init__(self, runtime: Runtime, prepared: Prepared, policy: Policy) -> None:
+        delivery = prepared.delivery
+        claim = Claimed(delivery.id, 0, "", 1, 1, 0.0, {}, fingerprint=delivery.fingerprint, has_hint=False)
+        super().__init__(runtime, claim, delivery, policy)
+        runtime.heartbeat.drop(self._holding)
+
+    def check_lease(self) -> None:
+        """Nothing: the position's owner is asked at the commit."""
+
+
 def handle_together(
     runtime: Runtime, stream: Stream, policy: Policy, partition: Partition, prepared: Sequence[Prepared]
 ) -> Committed:
@@ -60,12 +74,7 @@ def handle_together(
     until = time.monotonic() + settings.lease * SHARE_OF_LEASE
     # in a transaction of its own: what has read the records keeps partitions from being made and dropped until its end
     with runtime.autocommit(tenant) as connection:
-        known = batches.known(
-            connection,
-            [each.delivery for each in prepared],
-            service=settings.service,
-            horizon=settings.redelivery_horizon,
-        )
+        known = batches.known(connection, [each.delivery for each in prepared], service=settings.service)
     with runtime.transaction(tenant) as connection:
         most = batches.most_together(connection, len(prepared))
         done: dict[str, tuple[Prepared, str]] = {}
@@ -73,7 +82,7 @@ def handle_together(
         with metrics.phase(stream.task, "body"):
             for place, each in enumerate(prepared):
                 key = each.delivery.id.key
-                if key in known and known[key] is None:
+                if known.get(key) is False:
                     raise NotTogether(place, by_nature=False)
                 if key not in known and key not in done:
                     done[key] = each, _run(runtime, stream, policy, connection, place, each)
@@ -95,7 +104,7 @@ def _run(
     runtime: Runtime, stream: Stream, policy: Policy, connection: Connection, place: int, prepared: Prepared
 ) -> str:
     """Run the body of one message; returns its result as text. Raises `NotTogether`."""
-    attempt = SharingAttempt(runtime, prepared.delivery, policy)
+    attempt = UnclaimedAttempt(runtime, prepared, policy)
 
     def body(attempt: Attempt) -> Any:
         with exits_are_errors():
@@ -126,7 +135,6 @@ def _record(
         connection,
         [each.delivery for each, _ in done.values()],
         [stored for _, stored in done.values()],
-        [None] * len(done),
         service=settings.service,
         holder=runtime.holder,
         retention=policy.retention_completed,

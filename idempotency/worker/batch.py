@@ -24,7 +24,6 @@ from kombu.serialization import prepare_accept_content
 
 from ..application import runtime_of
 from ..attempt.batch import Answer, claim_together, give_back, run_together
-from ..attempt.endings import Finished
 from ..attempt.policy import Policy
 from ..attempt.run import Outcome
 from ..attempt.tracing import BatchSpans
@@ -66,12 +65,12 @@ def prepared_for(request: Any) -> Prepared | None:
     return prepared if isinstance(prepared, Prepared) else None
 
 
-def begin_prepared(request: Any) -> tuple[str | None, Claimed | None]:
-    """The token and the claim of a batch, to run under: nothing without one."""
+def begin_prepared(request: Any) -> tuple[Outcome | None, str | None, Claimed | None]:
+    """What a batch has found out, which is used now: the outcome, or the token and the claim to run under. Nothing without one."""
     if (prepared := prepared_for(request)) is None:
-        return None, None
+        return None, None, None
     prepared.has_begun = True
-    return prepared.answer.token, prepared.answer.claim
+    return prepared.answer.outcome, prepared.answer.token, prepared.answer.claim
 
 
 def note_end(request: Any, outcome: Outcome) -> None:
@@ -165,7 +164,7 @@ def _decoded(body: Any, content_type: str | None, encoding: str | None, accept: 
 
 
 def _prepare(task: IdempotentTask[..., Any], calls: Sequence[tuple[dict[str, Any], Any]]) -> None:
-    """Claim what is plain, or run it if it commits together; note in each request what came of it."""
+    """Claim what is plain, and run it if it commits together; note in each request what came of it."""
     runtime, found = runtime_of(task.app), dict[tuple[str, str], tuple[Delivery, Context, dict[str, Any]]]()
     policy = Policy.of(task, runtime.settings)
     for request, body in calls:
@@ -188,7 +187,7 @@ def _prepare(task: IdempotentTask[..., Any], calls: Sequence[tuple[dict[str, Any
             spans, finished = BatchSpans(runtime, deliveries, partial(_run_body, task, contexts)), list[int]()
             try:
                 answers = run_together(runtime, deliveries, policy, spans.run)
-                finished = [place for place, answer in enumerate(answers) if isinstance(answer.outcome, Finished)]
+                finished = [place for place, answer in enumerate(answers) if answer.finished is not None]
             finally:
                 spans.end(finished)
         for (delivery, _, request), answer in zip(members, answers, strict=True):

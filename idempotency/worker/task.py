@@ -101,7 +101,7 @@ class IdempotentTask(ControlledTask[P, R_co]):
     on_busy         what a duplicate does in a worker while the operation runs: "ack" (default) or "wait";
                     an eager call raises `OperationBusy` whatever this says
     max_attempts    how often the body may run; Celery's `max_retries` says the same without the first attempt
-    batch           how many messages a worker runs as one job (default 1): see docs/batches.md
+    batch           how many messages a worker claims at once (default 1): see docs/batches.md
     batch_commit    "together" (default): a batch runs in one transaction and commit; "each": each message in its own
     batch_wait      the longest that a message waits for others, in seconds (default 0.05)
     amount          what is at stake in a call, for alerts: a template (`"{amount} {currency}"`) or the name of an argument
@@ -164,10 +164,7 @@ class IdempotentTask(ControlledTask[P, R_co]):
             return cast(R_co, self.apply(args, kwargs, throw=True).get(disable_sync_subtasks=False))
         try:
             prepared = prepared_for(request)
-            if prepared is None:
-                outcome = self._deliver(delivery_of(self, request))
-            else:
-                outcome = self._deliver(prepared.delivery, prepared.answer.outcome)
+            outcome = self._deliver(delivery_of(self, request) if prepared is None else prepared.delivery)
         except Exception as error:
             if request.is_eager:
                 raise
@@ -181,11 +178,8 @@ class IdempotentTask(ControlledTask[P, R_co]):
             raise outcome.error
         return cast(R_co, outcome.value)
 
-    def _deliver(self, delivery: Delivery, known: Outcome | None = None) -> Returned | Raised:
-        """`known`: its outcome, if a batch has found that nothing is left to run."""
+    def _deliver(self, delivery: Delivery) -> Returned | Raised:
         try:
-            if known is not None:
-                return self._seen(delivery, known)
             # by the application's function, which may be away as Postgres may: that is no fault of the message's
             self._answer(delivery, partial(self.check_cell, delivery.id))
             varies = not delivery.is_eager and self.may_vary(delivery.headers)
@@ -202,7 +196,9 @@ class IdempotentTask(ControlledTask[P, R_co]):
             return Raised(parking.put_back(self.app, delivery))
 
     def _run(self, delivery: Delivery) -> Outcome:
-        token, claimed = begin_prepared(request := self.request)
+        known, token, claimed = begin_prepared(request := self.request)
+        if known is not None:
+            return known
         runtime = runtime_of(self.app)
         policy = Policy.of(self, runtime.settings)
         while True:

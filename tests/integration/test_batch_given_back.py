@@ -7,7 +7,7 @@ from typing import Any
 
 from celery import Celery
 from celery.app.trace import trace_task_ret
-from sqlalchemy import Engine
+from sqlalchemy import Engine, text
 
 from idempotency import IdempotentTask
 from idempotency.worker.batch import run_batch
@@ -16,7 +16,7 @@ from tests.integration.test_batch_neighbours import accounts, put, run, states
 from tests.support.tasks import make_task
 
 
-def test_those_that_were_to_run_alone_and_did_not_are_as_if_they_had_not_come(bank: Celery, engine: Engine) -> None:
+def test_claims_of_those_that_were_to_run_alone_are_given_back(bank: Celery, engine: Engine) -> None:
     """Three bodies that have a step, so each has to run alone; after the first of them nine tenths of the limit are over."""
 
     def body(self: IdempotentTask, account: str) -> None:
@@ -34,7 +34,10 @@ def test_those_that_were_to_run_alone_and_did_not_are_as_if_they_had_not_come(ba
     bank.set_current()
     traced = run_batch(slow, task.name, messages, 1.0)
     assert [each is None for each in traced] == [False, True, True]
-    assert states(engine) == {"e0": "completed"}
+    assert states(engine) == {"e0": "completed", "e1": "released", "e2": "released"}
+    with engine.connect() as connection:
+        attempts = "SELECT attempts FROM idempotency.records WHERE status = 'released'"
+        assert connection.execute(text(attempts)).scalars().all() == [0, 0]
     run(bank, task, *messages[1:])
     assert states(engine) == dict.fromkeys(("e0", "e1", "e2"), "completed")
     assert accounts(engine) == {"e0": [1], "e1": [1], "e2": [1]}

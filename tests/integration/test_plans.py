@@ -25,6 +25,7 @@ from idempotency.store import (
     sharing,
 )
 from idempotency.store.overview import monitoring_connection
+from idempotency.store.statements import execute
 from tests.support.plans import explain
 
 Plan = Callable[..., str]
@@ -74,8 +75,19 @@ def test_the_sweep_of_large_results_finds_what_refers_to_one_by_its_index(planne
 
 
 @pytest.mark.plain
-def test_what_a_batch_finds_there_is_found_by_key(planned: Plan) -> None:
-    plan = planned(batches._KNOWN, in_session=False)
+@pytest.mark.parametrize("statement", [batches._COMPLETE, batches._COMPLETE_TRACED], ids=["plain", "traced"])
+def test_the_end_of_a_batch_finds_its_records_by_key(bank: Celery, statement: str) -> None:
+    with runtime_of(bank).engine.connect() as connection:
+        execute(connection, batches._SETTINGS, {"idle_ms": "1000"})
+        plan = explain(connection, statement)
+    conditions = [line for line in plan.splitlines() if "Index Cond" in line]
+    assert len(conditions) == 2, plan
+    assert all("(key = " in each for each in conditions), plan
+
+
+@pytest.mark.plain
+def test_the_answers_of_a_batch_are_found_by_key(planned: Plan) -> None:
+    plan = planned(batches._COMPLETED, in_session=False)
     (condition,) = [line for line in plan.splitlines() if "Index Cond" in line]
     assert "(key = " in condition, plan
 

@@ -13,14 +13,12 @@ from celery import Celery
 from sqlalchemy import Connection, Engine, text
 
 from idempotency.application import runtime_of
-from idempotency.attempt.endings import Finished
 from idempotency.store import batches, partitions, periods
 from idempotency.store.answers import Busy, Claimed, Completed
 from idempotency.store.inserting import is_partitioned
 from idempotency.store.migrations.partitioning import DEFAULT, OTHERWISE
 from idempotency.wire.delivery import Delivery
 from idempotency.wire.keys import OperationId
-from tests.integration.test_batch_unclaimed import deliveries_of, together
 from tests.support import operations as op
 from tests.support.operations import at_once, completed, new_id, record, started, wait_for_a_lock
 from tests.support.partitions import into_the_past, put_into_partitions
@@ -80,19 +78,6 @@ def test_a_claim_sees_what_another_partition_got_while_it_waited(engine: Engine)
         assert isinstance(second.result(10), Busy)
         assert isinstance(first, Claimed)
         assert watching.execute(COUNT, {"key": id.key}).scalar_one() == 1
-
-
-def test_a_batch_of_more_keys_than_a_transaction_may_lock_is_committed_in_parts(bank: Celery, engine: Engine) -> None:
-    deliveries = deliveries_of("t", 250)
-    deliveries.insert(120, replace(deliveries[0], id=OperationId("default", "t", "done")))
-    with engine.connect() as connection:
-        completed(connection, deliveries[120].id)
-    answers = together(bank, deliveries)
-    assert [isinstance(each.outcome, Finished) for each in answers] == [number != 120 for number in range(251)]
-    assert isinstance(answers[120].outcome, Completed)
-    with engine.connect() as connection:
-        transactions = connection.execute(text("SELECT count(*) FROM entries GROUP BY xmin::text")).scalars()
-        assert sorted(transactions) == [50, 100, 100]
 
 
 def test_a_record_of_an_old_partition_answers_and_is_taken_over(connection: Connection) -> None:

@@ -47,7 +47,7 @@ def claim_many(engine: Engine, ids: Sequence[OperationId]) -> set[str]:
 def complete_new(connection: Connection, deliveries: Sequence[Delivery], lease: float = 60.0) -> set[str]:
     results = ["1"] * len(deliveries)
     bounds: Any = {"service": op.SERVICE, "holder": op.HOLDER, "retention": 3600.0, "lease": lease}
-    return batches.complete_new(connection, deliveries, results, [None] * len(deliveries), **bounds)
+    return batches.complete_new(connection, deliveries, results, **bounds)
 
 
 def claim(engine: Engine, id: OperationId) -> Any:
