@@ -25,7 +25,7 @@ from ..errors import (
 from ..reasons import CALL_REFUSED
 from ..settings import Settings
 from ..store.answers import Claimed
-from ..store.statements import MOVED, describe, driver_error
+from ..store.statements import DEADLOCK, MOVED, describe, driver_error
 from ..wire.delivery import Delivery
 from . import conclusions
 from .attempt import Attempt
@@ -33,7 +33,6 @@ from .policy import Policy
 
 # lock_not_available: a statement waited for a lock for longer than lock_timeout
 LOCK_NOT_AVAILABLE = "55P03"
-DEADLOCK_DETECTED = "40P01"
 # Where Postgres raises it for a timeout; for NOWAIT it is where the lock was asked for. The text depends on the language.
 TIMEOUT_FUNCTION = "ProcessInterrupts"
 # Ten years: beyond this a delay is a mistake, and Postgres' clock ends eventually.
@@ -121,7 +120,7 @@ def _is_for_anothers_lock(error: BaseException) -> bool:
     if not isinstance(driver, psycopg.Error):
         return False
     if driver.sqlstate != LOCK_NOT_AVAILABLE:
-        return driver.sqlstate in (DEADLOCK_DETECTED, MOVED)
+        return driver.sqlstate in (DEADLOCK, MOVED)
     return driver.diag.source_function == TIMEOUT_FUNCTION  # with NOWAIT the body chose not to wait
 
 

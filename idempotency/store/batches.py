@@ -73,10 +73,12 @@ WITH given AS MATERIALIZED (
     SELECT * FROM unnest(%(keys)b::text[], %(fingerprints)b::text[], %(results)b::text[]) AS g(key, fingerprint, result)
 )
 INSERT INTO idempotency.records
-    (tenant, task, key, status, fence, locked_by, fingerprint, message, queue, service, result, response_code, completed_at,
-     expires_at)
+    (tenant, task, key, status, fence, locked_by, fingerprint, message, queue, service, result, response_code, created_at,
+     opened_at, completed_at, expires_at)
 SELECT %(tenant)s, %(task)s, key, 'completed', pg_catalog.nextval('idempotency.fence'), %(holder)s, fingerprint, '', %(queue)s,
-       %(service)s, result, %(response_code)s, clock_timestamp(), clock_timestamp() + make_interval(secs => %(retention)s)
+       %(service)s, result, %(response_code)s,
+       now(), now(),  -- when their transaction began, and not after their end
+       clock_timestamp(), clock_timestamp() + make_interval(secs => %(retention)s)
 FROM given
 -- in one order everywhere, as when they are claimed
 ORDER BY key

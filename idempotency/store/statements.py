@@ -32,6 +32,8 @@ READ_ONLY = "25006"
 # serialization_failure: a record that this waited for has moved to another partition. A second try finds it there: a record moves once
 # in a period. So often a change is tried in all.
 MOVED, TRIES = "40001", 3
+# deadlock_detected: two transactions that wait for each other, of which Postgres has ended this one.
+DEADLOCK = "40P01"
 # insufficient_privilege, and what `idempotency.tenants()` says where no tenant is set.
 NO_RIGHT = "42501"
 NO_TENANT = "idempotency.tenant is not set"
@@ -94,9 +96,10 @@ def execute(connection: Connection, statement: str, parameters: Mapping[str, Any
 
 
 def repeatable(change: Callable[P, Answer]) -> Callable[P, Answer]:
-    """Make a change, one transaction, again if a record that it has waited for was moved to another partition meanwhile.
+    """Make a change, one transaction, again if Postgres has ended it for the sake of another one.
 
-    Postgres refuses the transaction then, and nothing of it is committed.
+    A record that it has waited for was moved to another partition meanwhile; or a body and the change's `on_failed` wait for each
+    other's rows. Nothing of it is committed then.
     """
 
     @wraps(change)
@@ -107,7 +110,7 @@ def repeatable(change: Callable[P, Answer]) -> Callable[P, Answer]:
             try:
                 return change(*args, **kwargs)
             except DBAPIError as error:
-                if not left or sqlstate(error) != MOVED:
+                if not left or sqlstate(error) not in (MOVED, DEADLOCK):
                     raise
 
     return repeated

@@ -65,12 +65,12 @@ def prepared_for(request: Any) -> Prepared | None:
     return prepared if isinstance(prepared, Prepared) else None
 
 
-def begin_prepared(request: Any) -> tuple[Outcome | None, str | None, Claimed | None]:
-    """What a batch has found out, which is used now: the outcome, or the token and the claim to run under. Nothing without one."""
+def begin_prepared(request: Any) -> tuple[str | None, Claimed | None]:
+    """The token and the claim of a batch, to run under: nothing without one."""
     if (prepared := prepared_for(request)) is None:
-        return None, None, None
+        return None, None
     prepared.has_begun = True
-    return prepared.answer.outcome, prepared.answer.token, prepared.answer.claim
+    return prepared.answer.token, prepared.answer.claim
 
 
 def note_end(request: Any, outcome: Outcome) -> None:

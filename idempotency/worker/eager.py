@@ -19,6 +19,8 @@ from psycopg.pq import TransactionStatus
 from sqlalchemy import URL, event
 from sqlalchemy.pool import ConnectionPoolEntry, Pool
 
+from ..attempt.attempt import Attempt
+from ..attempt.batch import BatchedAttempt
 from ..attempt.runtime import Runtime
 from ..errors import CallRefused
 from ..handle import Handle
@@ -50,6 +52,8 @@ def check_no_transaction(runtime: Runtime) -> None:
         if connection is None or _in_use.get(connection) != _taker():
             continue
         if _is_in_transaction(connection) and _is_ours(runtime, url, connection):
+            if isinstance(caller := _caller(), BatchedAttempt):
+                caller.leave()  # alone it may have none, and a body that catches the refusal would end without its call
             raise CallRefused(
                 "eager call: this thread has a transaction open on the same database; commit it first, or use enqueue()"
             )
@@ -57,12 +61,17 @@ def check_no_transaction(runtime: Runtime) -> None:
 
 def check_may_begin(app: Celery, id: OperationId) -> None:
     """Raise what the calling body's operation ends with, if this is its last look: that begins no other operation."""
-    caller = attempt_of(current_task.request) if current_task else None
+    caller = _caller()
     if caller is None or caller.ends_as is None:
         return
     stored = Handle(app, id).lookup()
     if stored is None or not stored.has_ended:
         caller.check_may_begin()
+
+
+def _caller() -> Attempt | None:
+    """The attempt whose body this thread is in."""
+    return attempt_of(current_task.request) if current_task else None
 
 
 def _is_in_transaction(connection: Any) -> bool:

@@ -164,7 +164,10 @@ class IdempotentTask(ControlledTask[P, R_co]):
             return cast(R_co, self.apply(args, kwargs, throw=True).get(disable_sync_subtasks=False))
         try:
             prepared = prepared_for(request)
-            outcome = self._deliver(delivery_of(self, request) if prepared is None else prepared.delivery)
+            if prepared is None:
+                outcome = self._deliver(delivery_of(self, request))
+            else:
+                outcome = self._deliver(prepared.delivery, prepared.answer.outcome)
         except Exception as error:
             if request.is_eager:
                 raise
@@ -178,8 +181,11 @@ class IdempotentTask(ControlledTask[P, R_co]):
             raise outcome.error
         return cast(R_co, outcome.value)
 
-    def _deliver(self, delivery: Delivery) -> Returned | Raised:
+    def _deliver(self, delivery: Delivery, known: Outcome | None = None) -> Returned | Raised:
+        """`known`: its outcome, if a batch has found that nothing is left to run."""
         try:
+            if known is not None:
+                return self._seen(delivery, known)
             # by the application's function, which may be away as Postgres may: that is no fault of the message's
             self._answer(delivery, partial(self.check_cell, delivery.id))
             varies = not delivery.is_eager and self.may_vary(delivery.headers)
@@ -196,9 +202,7 @@ class IdempotentTask(ControlledTask[P, R_co]):
             return Raised(parking.put_back(self.app, delivery))
 
     def _run(self, delivery: Delivery) -> Outcome:
-        known, token, claimed = begin_prepared(request := self.request)
-        if known is not None:
-            return known
+        token, claimed = begin_prepared(request := self.request)
         runtime = runtime_of(self.app)
         policy = Policy.of(self, runtime.settings)
         while True:

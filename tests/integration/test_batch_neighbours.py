@@ -253,3 +253,23 @@ def test_what_before_start_changes_is_changed_once_for_each_run_of_the_body(bank
     sent = [json.dumps([[], {"account": f"e{n}", "amount": 5}, {}]) for n in range(4)]
     run(bank, task, *(message(bank, task, body=each) for each in sent))
     assert accounts(engine) == {"e0": [500], "e1": [500], "e2": [500]}
+
+
+def test_a_call_that_only_a_body_alone_may_make_is_made(bank: Celery, engine: Engine) -> None:
+    """In a batch it is inside the transaction of all: a body that catches the refusal would end without its call."""
+
+    def other(self: IdempotentTask, account: str) -> str:
+        put(self, account)
+        return "called"
+
+    def body(self: IdempotentTask, account: str) -> str:
+        try:
+            return str(inner(f"in {account}"))
+        except Exception as error:
+            put(self, f"{type(error).__name__} {account}")
+            return "refused"
+
+    inner = make_task(bank, other, key="{account}")
+    task = batched(bank, body)
+    run(bank, task, *(message(bank, task, f"e{n}") for n in range(2)))
+    assert accounts(engine) == {"in e0": [1], "in e1": [1]}

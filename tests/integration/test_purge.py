@@ -13,7 +13,7 @@ from idempotency import IdempotentTask, events
 from idempotency.application import runtime_of
 from idempotency.store import purge as past
 from idempotency.store import sweeps
-from idempotency.store.sweeps import BATCH
+from idempotency.store.purge import BATCH
 from idempotency.upkeep.maintenance import Purged, purge, purge_once
 from idempotency.wire.keys import OperationId
 from tests.support import bank as b

@@ -8,7 +8,7 @@ import hypothesis.strategies as st
 from hypothesis.stateful import rule
 
 from idempotency.letters import storing
-from idempotency.store.sweeps import BATCH
+from idempotency.store.purge import BATCH
 from idempotency.upkeep import maintenance
 from idempotency.wire.keys import OperationId
 from tests.model.choices import fingerprint, nth, some_amount, some_id, which

@@ -18,7 +18,7 @@ from sqlalchemy.orm import Session
 
 from idempotency import publish
 from idempotency.application import close_runtime, runtime_of
-from idempotency.attempt.endings import DEADLOCK_DETECTED
+from idempotency.store.statements import DEADLOCK
 from tests.saga_deploy import books
 from tests.saga_deploy.application import NEW, OLD, REPAIRED, make, prepare
 from tests.saga_deploy.books import EVENT_OF, Book
@@ -200,7 +200,7 @@ class Deploy:
                 try:
                     connection.execute(text(_PASS), {"hours": hours})
                 except OperationalError as error:
-                    if getattr(error.orig, "sqlstate", None) != DEADLOCK_DETECTED:
+                    if getattr(error.orig, "sqlstate", None) != DEADLOCK:
                         raise
                     return False  # with a relay, which locks rows of the outbox in another order
             return True
