@@ -100,6 +100,14 @@ def test_who_claims_one_key_and_who_claims_many_do_not_both_get_it(
         assert isinstance(waiting.result(SOON), Busy)
 
 
+def test_what_is_completed_at_once_has_begun_before_its_end(engine: Engine) -> None:
+    (delivery,) = new(1)
+    with engine.connect() as connection:
+        complete_new(connection, [delivery])
+        found = op.record(connection, delivery.id)
+    assert found.created_at == found.opened_at < found.completed_at
+
+
 def test_batches_without_a_key_in_common_are_all_committed(engine: Engine) -> None:
     with engine.connect() as one, engine.connect() as other:
         one.exec_driver_sql("BEGIN")
