@@ -212,6 +212,7 @@ def compete(
         if "batch" in chosen:
             rates = batch.measure(contest, rounds=rounds, messages=10 * messages)
             compare(as_json, report, "batch", rates, "batch", {"plain": "plain"})
+            show_processor(as_json, report, "batch_processor", contest.processor)
     finally:
         contest.close()
     report.settings |= contest.settings
@@ -282,6 +283,21 @@ def compare(as_json: bool, report: Report, name: str, rates: Rates, ours: str, o
     (first, ratio), *rest = ratios.items()
     show(as_json, "/s", first, ratio, "".join(f" {other}={value:.3f}" for other, value in rest), **rates)
     report.add(name, rates, **ratios)
+
+
+def show_processor(as_json: bool, report: Report, name: str, spent: dict[str, dict[str, list[float]]]) -> None:
+    """Print what a job of each contender costs the processor, by kind of process: medians of the rounds."""
+    kinds = list(dict.fromkeys(kind for of_side in spent.values() for kind in of_side))
+    figures = {side: [statistics.median(of_side[kind]) for kind in kinds] for side, of_side in spent.items()}
+    if as_json:
+        print(json.dumps({name: {"kinds": kinds, **figures}}))
+    else:
+        table = Table("ms of the processor for a job", *figures)
+        for row, kind in enumerate(kinds):
+            table.add_row(kind, *(f"{of_side[row]:.2f}" for of_side in figures.values()))
+        table.add_row("all", *(f"{sum(of_side):.2f}" for of_side in figures.values()))
+        console.print(table)
+    report.add(name, figures)
 
 
 def show(as_json: bool, unit: str, name: str, ratio: float, also: str = "", /, **figures: list[float]) -> None:

@@ -13,7 +13,7 @@ from rich.progress import track
 from sqlalchemy import Engine
 
 from .. import jobs
-from . import rows, tasks
+from . import processor, rows, tasks
 from .celery_side import CeleryTask, Workers
 from .contender import Contender, Layout
 from .dbos_side import Dbos
@@ -37,6 +37,8 @@ class Contest:
         self.settings: dict[str, dict[str, object]] = {}
         self._directory = directory
         self._workers = Workers(directory)
+        # milliseconds of the processor for a job of each, by kind of process and round
+        self.processor: dict[str, dict[str, list[float]]] = {}
         self._numbers = itertools.count(FIRST)
         self._layouts: dict[str, Layout] = {}
 
@@ -86,18 +88,25 @@ class Contest:
         if rows.mark(self.database) != since:
             raise RuntimeError(f"{side.name}: jobs were done before the turn began")
         with _idle(idle):
-            began = time.perf_counter()
+            before, began = processor.used(), time.perf_counter()
             side.begin()
             rows.wait(self.database, since, len(numbers), TIMEOUT)
-            took = time.perf_counter() - began
+            took, after = time.perf_counter() - began, processor.used()
             side.end()
+        for kind in processor.KINDS:
+            spent = 1e3 * (after[kind] - before[kind]) / len(numbers)
+            self.processor.setdefault(side.name, {}).setdefault(kind, []).append(spent)
         rows.check(self.database, since, side.name, numbers)
         return len(numbers) / took
 
     def race(self, sides: Sequence[Contender], *, rounds: int, messages: int, description: str) -> Rates:
         """Let each do so many jobs in each round, and a quarter of them to warm up, while the others are idle."""
 
+        self.processor.clear()
+
         def run(side: Contender, round_: int) -> float:
+            if round_ == 1:
+                self.processor.pop(side.name, None)  # of the warm-up
             numbers = self.numbers(messages if round_ else max(messages // 4, 1))
             return self.turn(side, numbers, [other for other in sides if other is not side])
 
