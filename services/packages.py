@@ -55,6 +55,13 @@ def postgres_programs() -> Path | None:
     return max(found, key=lambda path: int(path.parent.name), default=None)
 
 
+def redis_program() -> Path | None:
+    """Debian's redis-server. Not the wheel's, which has no TLS and is on the path wherever a virtual environment is activated."""
+    others = [each for each in os.get_exec_path() if not (Path(each).parent / "pyvenv.cfg").exists()]
+    on_path = shutil.which("redis-server", path=os.pathsep.join(others))
+    return Path(on_path) if on_path else None
+
+
 def prometheus_program() -> Path | None:
     """An installed Prometheus with its promtool, or None."""
     found = shutil.which("prometheus"), shutil.which("promtool")
@@ -162,7 +169,7 @@ def missing() -> list[str]:
     # Everything else runs on those in wheels, which cannot speak TLS: the tests of TLS need these.
     if postgres_programs() is None:
         wanted.append("postgresql")
-    if shutil.which("redis-server") is None:
+    if redis_program() is None:
         wanted.append("redis-server")
     return wanted
 

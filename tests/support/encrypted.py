@@ -6,7 +6,6 @@ Debian's Postgres and Redis: those in wheels have no TLS. Each listens on `HOST`
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -93,7 +92,7 @@ class TlsRedis(Redis):
         return command
 
     def program(self) -> Path:
-        return installed(_redis_server, "redis-server")
+        return installed(packages.redis_program, "redis-server")
 
 
 class TlsRabbitMQ(RabbitMQ):
@@ -133,8 +132,3 @@ def installed(find: Callable[[], Path | None], package: str) -> Path:
     if (found := find()) is None:
         pytest.skip(f"{package} is not installed, and only root can install it by apt")
     return found
-
-
-def _redis_server() -> Path | None:
-    on_path = shutil.which("redis-server")
-    return Path(on_path) if on_path else None
