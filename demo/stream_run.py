@@ -196,7 +196,7 @@ class _Fleet:
         with self._log.open("ab") as log:
             self.running.append(subprocess.Popen(command, env=self._environment, stdout=log, stderr=log))
 
-    def planned(self, point: str, what: str, again: Callable[[], None] = lambda: None) -> int:
+    def planned(self, point: str, what: str, again: Callable[[], None] | None = None) -> int:
         """Let one process be killed or frozen at a point; returns its pid. Raises `ProcessError` if none comes there.
 
         `again`: what brings one there, from time to time.
@@ -206,7 +206,7 @@ class _Fleet:
         self._feed.more()
         deadline, next_at = time.monotonic() + FAULT_WITHIN, time.monotonic()
         while plan.exists():
-            if time.monotonic() > next_at:
+            if again is not None and time.monotonic() > next_at:
                 again()
                 next_at = time.monotonic() + BETWEEN
             if time.monotonic() > deadline:
@@ -272,8 +272,8 @@ def _disturb(fleet: _Fleet, engine: Engine, report: StreamReport, console: Conso
         if point == "stream.assigned":  # reached by what takes partitions: a process that comes
             fleet.start()
         # another one by what gives them back; what holds none is no use
-        again = [fleet.relieve] if point == "stream.given_up" else []
-        fleet.replace(fleet.planned(point, "kill", *again))
+        again = fleet.relieve if point == "stream.given_up" else None
+        fleet.replace(fleet.planned(point, "kill", again))
         while len(fleet.running) > PROCESSES:
             fleet.stop_one()
             report.rebalances += 1

@@ -1,4 +1,4 @@
-"""What a turn costs the processor, by kind of process: other programs of a shared machine disturb it less than the time it takes."""
+"""What a turn costs the processor, by kind of process."""
 
 from __future__ import annotations
 

@@ -39,7 +39,9 @@ def threads() -> Iterator[ThreadPoolExecutor]:
 
 
 @KINDS
-def test_nobody_discards_a_letter_whose_operation_a_batch_runs(bank: Celery, engine: Engine, commit: str) -> None:
+def test_a_letter_cannot_be_discarded_while_a_batch_runs_its_operation(
+    bank: Celery, engine: Engine, commit: str
+) -> None:
     refused: list[str] = []
 
     def body(self: IdempotentTask, account: str) -> None:

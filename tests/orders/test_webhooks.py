@@ -10,6 +10,7 @@ import os
 import re
 import time
 from collections.abc import Mapping
+from contextlib import nullcontext
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any
@@ -24,6 +25,7 @@ from pydantic import SecretStr
 from sqlalchemy import text
 from standardwebhooks import Webhook
 
+from tasks.signatures import NotSigned, check_standard, check_stripe
 from tests.orders.shop import Shop
 from tests.orders.test_reports import slow_order
 from tests.support.edge import within
@@ -136,6 +138,17 @@ def standard(body: bytes, id: str = "msg_1", secret: str = SHARED, at: float | s
     made = Webhook(secret).sign(id, when, body.decode())
     stamp = at if isinstance(at, str) else str(math.floor(when.timestamp()))
     return {"webhook-id": id, "webhook-timestamp": stamp, "webhook-signature": made}
+
+
+@pytest.mark.parametrize(("seconds", "is_believed"), [(-302, False), (-295, True), (298, True), (302, False)])
+def test_a_time_is_believed_within_five_minutes(seconds: int, is_believed: bool) -> None:
+    """The bound itself, where no application is made between the signature and its check."""
+    at = time.time() + seconds
+    with nullcontext() if is_believed else pytest.raises(NotSigned):
+        check_stripe(b"{}", httpx.Headers(signed(b"{}", at=at)), [NEW])
+    at = time.time() + seconds
+    with nullcontext() if is_believed else pytest.raises(NotSigned):
+        check_standard(b"{}", standard(b"{}", at=at), [SHARED])
 
 
 def reported(charge_id: str, payment_id: str, **changes: Any) -> bytes:
