@@ -204,6 +204,10 @@ def test_what_somebody_adds_to_the_headers_of_a_copy_stays_with_no_record_that_c
     sent = {name: value for name, value in given.items() if value is not None and name != "ignore_result"}
     publish(bank, first.body, headers=sent | added(sent))
     processes.worker()
-    retries = text("SELECT count(*) FROM idempotency.outbox WHERE origin = 'retry' AND published_at IS NOT NULL")
-    eventually(lambda: connection.execute(retries).scalar_one() >= 2, what="the retry of a retry")
+    seen: set[int] = set()  # a release deletes the row whose message it answers
+    retries = text("SELECT id FROM idempotency.outbox WHERE origin = 'retry'")
+    eventually(
+        lambda: seen.update(connection.execute(retries).scalars()) or len(seen) >= 3,
+        what="what the retry of a retry has left, once it was sent",
+    )
     assert op.dead_letters(connection) == []
