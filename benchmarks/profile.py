@@ -1,5 +1,7 @@
 """The cost of one attempt: function calls, CPU, round trips, and time per phase, compared with a plain task. `make profile`.
 
+Beside it, what a purchase of the demo consists of. It is another task: its own statements and calls are in it.
+
 The least CPU of several rounds is what other processes of a shared machine disturb least.
 """
 
@@ -15,6 +17,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
 
@@ -32,10 +36,13 @@ from idempotency.application import close_runtime, runtime_of
 from idempotency.observe import metrics, traces
 from idempotency.store import schema
 
-Connect = Callable[[], AbstractContextManager[Connection]]
+from . import purchase
 
-# Of the attempts whose CPU is measured. Those of a trace cost more, and are not.
-ROUNDS, TRACED = 12, 200
+Connect = Callable[[], AbstractContextManager[Connection]]
+Run = Callable[[int], object]
+
+# Of the attempts whose CPU is measured. Those of a trace cost more, and are not; nor are the first.
+ROUNDS, TRACED, WARM = 12, 200, 50
 PYTHON = "Python"
 
 _numbers = itertools.count()
@@ -62,21 +69,14 @@ def main(attempts: Annotated[int, typer.Option(min=120, max=100_000)] = 4800) ->
         ours: list[Connect] = [runtime.engine.connect, runtime.autocommit]
         plain: list[Connect] = [jobs.engine(os.getpid()).connect]
         by_package: dict[str, Counter[str]] = {}
-        for task, connects, name in (
-            (jobs.plain, plain, "plain"),
-            (jobs.unique, ours, "unique"),
-            (jobs.unique, ours, "unique, traced"),
-        ):
-            if name.endswith("traced"):
-                of_ours = _phases(task.name)
-                runtime.traces = traces.begin(_provider)
-            _run(task, 50)  # connections, prepared statements, caches
-            rounds = [_timed(task, attempts // ROUNDS) for _ in range(ROUNDS)]
-            calls = _calls(task, TRACED)
-            by_package[name] = calls
+
+        def measure(name: str, run: Run, connects: Sequence[Connect], each: int) -> None:
+            run(WARM)  # connections, prepared statements, caches
+            rounds = [_timed(run, each) for _ in range(ROUNDS)]
+            by_package[name] = calls = _calls(run, TRACED)
             with counted(connects) as trips:
                 commands = _commands(client)
-                _run(task, TRACED)
+                run(TRACED)
                 commands = _commands(client) - commands - 1  # INFO itself
             detail = ", ".join(f"{name} {count / TRACED:.1f}" for name, count in trips.items())
             table.add_row(
@@ -87,6 +87,20 @@ def main(attempts: Annotated[int, typer.Option(min=120, max=100_000)] = 4800) ->
                 f"{sum(trips.values()) / TRACED:.1f} ({detail})",
                 f"{commands / TRACED:.1f}",
             )
+
+        measure("plain", partial(_run, jobs.plain), plain, attempts // ROUNDS)
+        measure("unique", partial(_run, jobs.unique), ours, attempts // ROUNDS)
+        of_ours = _phases(jobs.unique.name)
+        runtime.traces = traces.begin(_provider)
+        measure("unique, traced", partial(_run, jobs.unique), ours, attempts // ROUNDS)
+        many = WARM + 2 * TRACED + ROUNDS * (each := attempts // ROUNDS // 10)
+        with (
+            tempfile.TemporaryDirectory() as directory,
+            purchase.accepted(running.database_url, Path(directory), many) as (shop, deliveries),
+        ):
+            shops = runtime_of(shop)
+            for delivered in deliveries:
+                measure(delivered.name, delivered.run, [shops.engine.connect, shops.autocommit], each)
         Console().print(table)
         packages = Table("function calls of one attempt, in", *by_package)
         for package, _ in sum(by_package.values(), Counter[str]()).most_common():
@@ -106,17 +120,17 @@ def _provider() -> TracerProvider:
     return TracerProvider()
 
 
-def _timed(task: Any, attempts: int) -> tuple[float, float]:
+def _timed(run: Run, attempts: int) -> tuple[float, float]:
     """Seconds per attempt: CPU of this process, and wall."""
     cpu, wall = time.process_time(), time.perf_counter()
-    _run(task, attempts)
+    run(attempts)
     return (time.process_time() - cpu) / attempts, (time.perf_counter() - wall) / attempts
 
 
-def _calls(task: Any, attempts: int) -> Counter[str]:
+def _calls(run: Run, attempts: int) -> Counter[str]:
     """Calls of one attempt in each package. What Python itself offers is counted where it is called."""
     with cProfile.Profile() as profiled:
-        _run(task, attempts)
+        run(attempts)
     calls: Counter[str] = Counter()
     functions = pstats.Stats(profiled).stats  # type: ignore[attr-defined]
     for (file, _, _), (_, number, _, _, callers) in functions.items():
@@ -134,7 +148,7 @@ def _package(file: str) -> str:
         return file.rpartition("site-packages/")[2].partition("/")[0]
     if file.startswith("<sqlalchemy"):  # methods that it writes
         return "sqlalchemy"
-    return next((name for name in ("idempotency", "benchmarks") if f"/{name}/" in file), PYTHON)
+    return next((name for name in ("idempotency", "tasks", "benchmarks") if f"/{name}/" in file), PYTHON)
 
 
 def _run(task: Any, attempts: int) -> None:

@@ -19,7 +19,7 @@ T = TypeVar("T")
 START_WITHIN = 90.0
 
 
-def eventually(condition: Callable[[], T | None], *, timeout: float = 30.0, what: str = "") -> T:
+def eventually(condition: Callable[[], T | None], *, timeout: float = 60.0, what: str = "") -> T:
     """Poll until the condition holds and return its value; fail with what it was waiting for."""
     deadline = time.monotonic() + timeout
     while True:
