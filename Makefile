@@ -207,7 +207,7 @@ doctor: up ## check the set-up for what would lose work, do it twice or expose i
 metrics: migrate ## serve the backlog and all processes' counters for Prometheus on 127.0.0.1:9540
 	@$(with_services) $(VENV)/idempotency metrics -A tasks $(ARGS)
 
-# Those that answer how we compare: what QUICK=1 leaves out is about us alone.
+# What QUICK=1 runs: not http, ordering and resend, which have no figure in its last line.
 quick := unique,duplicates,storm,outside,enqueue,batch,relay,latency,backlog,scale,waiting,purge,held
 # The other benchmarks need none of what this installs.
 contests := unique duplicates storm outside enqueue batch sagas

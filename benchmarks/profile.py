@@ -1,6 +1,6 @@
 """The cost of one attempt: function calls, CPU, round trips, and time per phase, compared with a plain task. `make profile`.
 
-Beside it, what a purchase of the demo consists of. It is another task: its own statements and calls are in it.
+Beside them, the parts of a purchase of the demo, whose own statements and calls outside are counted, too.
 
 The least CPU of several rounds is what other processes of a shared machine disturb least.
 """
@@ -24,7 +24,6 @@ from typing import Annotated, Any
 
 import redis
 import typer
-from celery.app.trace import build_tracer
 from opentelemetry.sdk.trace import TracerProvider
 from psycopg.pq import Trace
 from rich.console import Console
@@ -37,6 +36,7 @@ from idempotency.observe import metrics, traces
 from idempotency.store import schema
 
 from . import purchase
+from .attempts import Delivered, carry_out
 
 Connect = Callable[[], AbstractContextManager[Connection]]
 Run = Callable[[int], object]
@@ -152,12 +152,12 @@ def _package(file: str) -> str:
 
 
 def _run(task: Any, attempts: int) -> None:
-    tracer = build_tracer(task.name, task, app=task.app)
-    for number in itertools.islice(_numbers, attempts):
+    def delivered(number: int) -> Delivered:
         id = str(number)
-        route = {"exchange": "bench", "routing_key": "unique", "priority": None}
-        request = {"id": id, "task": task.name, "root_id": id, "correlation_id": id, "delivery_info": route}
-        tracer(id, [number], {}, {**request, "idempotency-key": id, "args": [number], "kwargs": {}})
+        headers = {"id": id, "task": task.name, "root_id": id, "correlation_id": id, "idempotency-key": id}
+        return Delivered(headers, [number], {})
+
+    carry_out(task, map(delivered, itertools.islice(_numbers, attempts)))
 
 
 @contextmanager

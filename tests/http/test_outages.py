@@ -70,7 +70,7 @@ def test_after_a_restart_of_postgres_no_request_finds_a_dead_connection(proxy: P
             connection.execute(
                 text(
                     "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
-                    # not an autovacuum's, which nobody but a superuser may end
+                    # not those of autovacuum, which only a superuser may end
                     "WHERE datname = current_database() AND usename = current_user AND pid <> pg_backend_pid()"
                 )
             )
