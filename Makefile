@@ -207,11 +207,11 @@ doctor: up ## check the set-up for what would lose work, do it twice or expose i
 metrics: migrate ## serve the backlog and all processes' counters for Prometheus on 127.0.0.1:9540
 	@$(with_services) $(VENV)/idempotency metrics -A tasks $(ARGS)
 
-# What QUICK=1 runs: not http, ordering and resend, which have no figure in its last line.
-quick := unique,duplicates,storm,outside,enqueue,batch,relay,latency,backlog,scale,waiting,purge,held
+# What QUICK=1 runs: what has a figure in the last line, and no more.
+quick := unique,duplicates,batch,relay,latency,scale,waiting,purge
 # The other benchmarks need none of what this installs.
 contests := unique duplicates storm outside enqueue batch sagas
-bench: .venv/ready ## compare with plain Celery and what else there is; ONLY=unique,duplicates,storm,outside,enqueue,batch,relay,http,latency,backlog,ordering,resend,scale,waiting,purge,held; QUICK=1: less of it, with 3 rounds, fewer jobs and smaller tables; ARGS='--plot DIR --json'; ONLY=life: what operations leave behind; ONLY=start: import and help; ONLY=sagas,saga_length,saga_waits; ONLY=partitions; ONLY=stores: Redis beside Postgres; ONLY=stream
+bench: .venv/ready ## compare with plain Celery and what else there is; ONLY=unique,duplicates,storm,outside,enqueue,batch,relay,http,latency,backlog,ordering,resend,scale,waiting,purge,held; QUICK=1: what is in the last line, with 3 rounds, fewer jobs and smaller tables; ARGS='--plot DIR --json'; ONLY=life: what operations leave behind; ONLY=start: import and help; ONLY=sagas,saga_length,saga_waits; ONLY=partitions; ONLY=stores: Redis beside Postgres; ONLY=stream
 	@$(if $(or $(if $(ONLY),,all),$(filter $(contests),$(subst $(comma), ,$(ONLY)))),$(VENV)/python -m pip install --quiet --disable-pip-version-check \
 		--no-build-isolation --constraint constraints.txt --editable '.[bench]')
 	@$(VENV)/python -m benchmarks $(if $(or $(ONLY),$(filter 1,$(QUICK))),--only $(or $(ONLY),$(quick))) $(if $(filter 1,$(QUICK)),--rounds 3 --messages 600 --records 1000000) $(ARGS)

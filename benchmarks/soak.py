@@ -1,7 +1,7 @@
 """A long run: what a worker, a relay, the servers and our tables hold, over the operations done. `make soak OPERATIONS=1000000`
 
-Operations are accepted, relayed and carried out, some with a retry, an effect, a failure, a second message; what has ended
-is purged a minute later. Every hundredth part of the run is a sample. The slope of each quantity over the last two thirds is
+Operations are accepted, relayed and carried out, four of five in batches that commit together, some with a retry, an effect, a
+failure, a second message; what has ended is purged a minute later. Every hundredth part of the run is a sample. The slope of each quantity over the last two thirds is
 printed with its standard error, in units per million operations. One rises if its slope is beyond three errors, and what
 it would add in that time is more than a twentieth of it: then the exit status is 1, as it is if an operation was lost or
 done twice.
@@ -47,7 +47,7 @@ from services import ServiceError, cluster
 from .failovers import Failovers
 
 T = TypeVar("T")
-QUEUE, DATABASE = "unique", "soak"
+QUEUES, DATABASE = ("unique", "batch"), "soak"
 console = Console()
 SAMPLES = 100
 # Accepted and not carried out, at most; accepted by one commit.
@@ -130,7 +130,7 @@ class Soak:
         from .soaked import app
 
         self._engine, self._redis_url, self._app = engine, redis_url, app
-        command = [sys.executable, "-m", "celery", "-A", "benchmarks.soaked", "worker", "-Q", QUEUE]
+        command = [sys.executable, "-m", "celery", "-A", "benchmarks.soaked", "worker", "-Q", ",".join(QUEUES)]
         command += ["--concurrency", str(concurrency), "--loglevel", "ERROR", "--without-mingle", "--without-gossip"]
         relay = [sys.executable, "-m", "idempotency.cli", "relay", "-A", "benchmarks.soaked"]
         self.processes = {
@@ -186,7 +186,8 @@ class Soak:
 
     def _queued(self) -> float:
         with self._app.connection_for_read() as broker:
-            return float(broker.default_channel.queue_declare(QUEUE, passive=True).message_count)
+            channel = broker.default_channel
+            return float(sum(channel.queue_declare(queue, passive=True).message_count for queue in QUEUES))
 
     def _held_by_redis(self) -> tuple[float, float]:
         with redis.Redis.from_url(self._redis_url()) as client:
@@ -230,7 +231,7 @@ def main(
         failovers: Failovers | None = None
         if clustered:
             servers = stack.enter_context(cluster.running())
-            failovers = Failovers(servers, QUEUE, DATABASE, pause)
+            failovers = Failovers(servers, QUEUES[0], DATABASE, pause)
             address = servers.postgres.create_database(DATABASE)
             os.environ.update(servers.environment() | {"DATABASE_URL": address})
             redis_url = failovers.redis_url
@@ -269,7 +270,7 @@ def main(
 
 
 def _carry_out(soak: Soak, engine: Engine, operations: int, rows_so_far: TextClause, least: float) -> None:
-    from .soaked import is_failed, is_sent_twice, soaked
+    from .soaked import is_failed, is_sent_twice, task_of
 
     transactional = engine.execution_options(isolation_level="READ COMMITTED")
     accepted = rows = failed = samples = 0
@@ -287,12 +288,12 @@ def _carry_out(soak: Soak, engine: Engine, operations: int, rows_so_far: TextCla
                 def accept(numbers: range = numbers) -> None:
                     with Session(transactional) as session, session.begin():
                         for number in numbers:
-                            soaked.enqueue(session, number)
+                            task_of(number).enqueue(session, number)
 
                 # a commit whose answer was lost is made again, under the same keys
                 _patiently(accept)
                 for number in filter(is_sent_twice, numbers):
-                    _patiently(partial(soaked.delay, number))
+                    _patiently(partial(task_of(number).delay, number))
                 accepted, failed = numbers.stop, failed + sum(map(is_failed, numbers))
             else:
                 time.sleep(0.05)
@@ -335,14 +336,14 @@ def _checked(engine: Engine, operations: int) -> str:
 
 def _wrong(engine: Engine, operations: int) -> str:
     """Compare the rows with the operations: by number, and not by how many there are."""
-    from .soaked import FAILED
+    from .soaked import FAILED, TOGETHER
 
     with engine.connect() as connection:
         row = connection.execute(
             text("""SELECT count(*) FILTER (WHERE rows = 0) AS lost, count(*) FILTER (WHERE rows > 1) AS doubled
                 FROM (SELECT n, count(j.id) AS rows FROM generate_series(0, :most) n LEFT JOIN jobs j ON j.number = n
-                      WHERE n % 100 >= :failed GROUP BY n) found"""),
-            {"most": operations - 1, "failed": FAILED},
+                      WHERE n / :together % 100 >= :failed GROUP BY n) found"""),
+            {"most": operations - 1, "together": TOGETHER, "failed": FAILED},
         ).one()
     return f"lost={row.lost} doubled={row.doubled}"
 

@@ -35,6 +35,9 @@ def main(
     late: Annotated[
         bool, typer.Option("--late", help="A control: workers die, and are away for longer than a lease.")
     ] = False,
+    lossy: Annotated[
+        bool, typer.Option("--lossy", help="A control: a release deletes what waits to be published.")
+    ] = False,
 ) -> None:
     """Run older code, migrate, deploy the newest code and a bad one, go back, and check every operation."""
     console = Console(soft_wrap=True, highlight=False, markup=False)
@@ -42,7 +45,7 @@ def main(
     signal.signal(signal.SIGTERM, _interrupt)
     started = time.monotonic()
     try:
-        result = run(Options(since, seed, rate, lease, seconds, is_late=late), console)
+        result = run(Options(since, seed, rate, lease, seconds, is_late=late, is_lossy=lossy), console)
     except (NoHistory, ServiceError, TimeoutError) as error:
         Console(stderr=True, soft_wrap=True, highlight=False, markup=False).print(f"rollout: {error}")
         raise typer.Exit(3) from None

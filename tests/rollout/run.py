@@ -58,6 +58,10 @@ _OPEN = """
 SELECT (SELECT count(*) FROM idempotency.records WHERE status IN ('started', 'released'))
      + (SELECT count(*) FROM idempotency.outbox WHERE settled_at IS NULL)
 """
+_DELETE_UNPUBLISHED = """
+DELETE FROM idempotency.outbox o WHERE status = 'pending' AND NOT EXISTS (
+    SELECT FROM idempotency.records r WHERE (r.tenant, r.task, r.key) = (o.tenant, o.task, o.key))
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +74,9 @@ class Options:
     lease: float = 60.0
     # for each part of the rollout
     seconds: float = 8.0
-    # a control: workers die at once and are away for longer than a lease
+    # controls: workers die at once and are away for longer than a lease; a release throws away what waits to be published
     is_late: bool = False
+    is_lossy: bool = False
 
 
 @dataclass
@@ -224,6 +229,8 @@ class Rollout:
         self.release(NEW, releases.ROOT, (RELAY, WORKER, BEAT))
         if self.options.is_late:
             self.part("a control: all workers die, and are away for longer than a lease", self.kill_workers)
+        if self.options.is_lossy:
+            self.part("a control: what nobody has published or claimed yet is deleted", self.delete_unpublished)
         self.part("newest code alone")
         self.release(BAD, releases.ROOT, (WORKER,), zones=ZONES[:1])
         self.release(BACK, self.older, (WORKER, RELAY, BEAT))
@@ -283,6 +290,14 @@ class Rollout:
         time.sleep(self.options.lease + 5.0)
         for member in self.fleet.of(WORKER):
             member.pause = RESTART_PAUSE
+
+    def delete_unpublished(self) -> None:
+        """As a migration might that takes the outbox for a cache. Raises `TimeoutError` if it comes too late each time."""
+        deadline = time.monotonic() + READY_WITHIN
+        with self.engine.connect() as connection:
+            while not connection.exec_driver_sql(_DELETE_UNPUBLISHED).rowcount:
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"nothing waited to be published at any moment of {READY_WITHIN:g} s")
 
     def wait_for_quiet(self) -> None:
         """Return once all has ended twice in a row, or after its time."""
