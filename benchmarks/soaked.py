@@ -14,7 +14,7 @@ from .jobs import INSERT, app, charge
 
 __all__ = ["app"]
 
-# Seconds. A table is as large as what ends in this time, so it is flat after twice of it.
+# Seconds. A table is as large as what ends in this time, so it is flat after twice that time.
 KEPT = 60.0
 TOGETHER = 5
 # Of a hundred operations of each task, in this order; only what commits by itself calls outside.
@@ -37,18 +37,18 @@ def task_of(number: int) -> IdempotentTask:
 
 
 def is_failed(number: int) -> bool:
-    return _place(number) < FAILED
+    return _share(number) < FAILED
 
 
 def is_sent_twice(number: int) -> bool:
-    return _place(number) >= 100 - TWICE
+    return _share(number) >= 100 - TWICE
 
 
 @app.task(base=IdempotentTask, bind=True, key="{number}", batch=20, batch_commit="each")
 def soaked(self: IdempotentTask, number: int) -> Any:
     """One row; some fail, some succeed the second time, some call outside."""
     _go_wrong(self, number)
-    if _place(number) < FAILED + RETRIED + OUTSIDE:
+    if _share(number) < FAILED + RETRIED + OUTSIDE:
         self.effect("charge", charge, number)
     self.session.execute(INSERT, {"job": "soaked", "number": number})
     return {"number": number}
@@ -62,12 +62,12 @@ def posted(self: IdempotentTask, number: int) -> Any:
     return {"number": number}
 
 
-def _place(number: int) -> int:
+def _share(number: int) -> int:
     return number // TOGETHER % 100
 
 
 def _go_wrong(task: IdempotentTask, number: int) -> None:
     if is_failed(number):
         raise PermanentError("not today", "soaked")
-    if _place(number) < FAILED + RETRIED and task.request.retries == 0:
+    if _share(number) < FAILED + RETRIED and task.request.retries == 0:
         raise ValueError("not yet")

@@ -20,7 +20,7 @@ from pathlib import Path
 import psutil
 
 from services import process
-from tests.chaos.monitor import TAIL, Ended
+from tests.chaos.monitor import Ended, last_words
 
 ROOT = Path(__file__).parent.parent.parent
 # Before and after a deploy.
@@ -261,8 +261,8 @@ class Fleet:
                     # a SIGTERM before the process has its handlers ends it, too
                     told = {-signal.SIGKILL} | ({0, -signal.SIGTERM} if member.overdue is not None else set())
                     if status not in told:
-                        tail = member.log.read_bytes()[member.log_start :].decode(errors="replace").splitlines()[-TAIL:]
-                        self.ended_by_themselves.append(Ended(member.name, member.kind, status, tuple(tail)))
+                        log = member.log.read_bytes()[member.log_start :].decode(errors="replace")
+                        self.ended_by_themselves.append(Ended(member.name, member.kind, status, last_words(log)))
                     member.ends.append(status)
                     _kill_orphans(member.pid)
                     member.due = now + member.pause

@@ -10,11 +10,13 @@ from tests.chaos.evidence import Violation
 
 # Of a log: enough for a traceback.
 TAIL = 40
+# Celery says it with a traceback, and then goes on to end: what it had received is named after it, which may be much.
+FATAL = "Unrecoverable error"
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A process that ended without having been told to: its exit status (minus the signal) and the end of its log."""
+    """A process that ended without having been told to: its exit status (minus the signal) and its `last_words`."""
 
     name: str
     kind: str
@@ -61,6 +63,14 @@ KNOWN: Sequence[Known] = (
         "another one; nothing was acknowledged for it, and the broker hands out again what the worker held",
     ),
 )
+
+
+def last_words(log: str) -> tuple[str, ...]:
+    """The end of a log, and before it what the process said that it ends of."""
+    lines = log.splitlines()
+    end = max(len(lines) - TAIL, 0)
+    fatal = max((number for number, line in enumerate(lines[:end]) if FATAL in line), default=end)
+    return (*lines[fatal : min(fatal + TAIL, end)], *lines[end:])
 
 
 def explanation(ended: Ended) -> str | None:

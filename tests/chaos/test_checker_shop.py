@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from demo.order_books import LABEL, SAGA, OrderVerdict, check_orders
-from tests.chaos.monitor import Ended, explanation
+from tests.chaos.monitor import TAIL, Ended, explanation, last_words
 from tests.chaos.saga_books import Saga, SagaStep, check_sagas
 from tests.pipeline.agreeing_orders import AMOUNT, REFUND_OF_RETURN, RULES, A, N, X, agreeing, of
 
@@ -162,3 +162,16 @@ def test_the_shops_workers_are_explained_as_the_others() -> None:
     ended = Ended("shop-worker-1", "shop-worker", 1, tail)
     assert explanation(ended) is not None
     assert explanation(dataclasses.replace(ended, kind="shop-relay")) is None
+
+
+def test_what_a_worker_ends_of_is_known_although_it_names_what_it_had_received_after_it() -> None:
+    received = [f"Task chaos.deposit[{number}] received" for number in range(3 * TAIL)]
+    fatal = [
+        "Unrecoverable error: WorkerLostError('Could not start worker processes')",
+        "WorkerLostError: Could not start worker processes",
+    ]
+    for log, is_known in ((["begins", *fatal, *received], True), ([*fatal[1:], *received], False), (received, False)):
+        ended = Ended("worker-4", "worker", 1, last_words("\n".join(log)))
+        assert (explanation(ended) is not None) is is_known
+        assert ended.tail[-1] == received[-1]
+        assert len(ended.tail) <= 2 * TAIL
