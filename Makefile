@@ -92,16 +92,16 @@ ecosystem: .venv/ready ## install other packages of the Celery world into .venv,
 	@$(VENV)/python -m pytest -m ecosystem tests/ecosystem tests/http/test_litestar.py $(ARGS)
 
 # Every kind of use, without the long ones: bodies, deliveries, the relay, dead letters, the command line, the pools, Django.
-QUICK ?= tests/unit tests/integration/test_core.py tests/integration/test_connections.py tests/integration/test_sessions.py \
+TESTS ?= tests/unit tests/integration/test_core.py tests/integration/test_connections.py tests/integration/test_sessions.py \
 	tests/integration/test_hints.py tests/integration/test_batch_neighbours.py tests/integration/test_relay.py tests/integration/test_dead_letters.py \
 	tests/integration/test_versions.py tests/integration/test_tls.py tests/integration/test_publishing.py tests/integration/test_bodies.py tests/django \
 	tests/pipeline/test_cli.py tests/pipeline/test_pools.py
-quick_tests = --numprocesses $(or $(WORKERS),3) --dist loadfile $(QUICK) $(ARGS)
+quick_tests = --numprocesses $(or $(WORKERS),3) --dist loadfile $(TESTS) $(ARGS)
 
-test-lowest: .venv/ready ## run the quick tests with the lowest versions that pyproject.toml accepts; QUICK=tests/unit
+test-lowest: .venv/ready ## run the quick tests with the lowest versions that pyproject.toml accepts; TESTS=tests/unit
 	@scripts/with-versions lowest .venv/bin/python requirements/pinned-lowest.txt -- $(quick_tests)
 
-test-python: ## run them with another Python, from 3.12 on with Django 6; VERSION=3.13 QUICK=tests/unit
+test-python: ## run them with another Python, from 3.12 on with Django 6; VERSION=3.13 TESTS=tests/unit
 	@scripts/with-versions $(or $(VERSION),3.12) python$(or $(VERSION),3.12) -- $(quick_tests)
 
 versions: ## all that a new version may break: lowest, Python 3.12 and 3.13, other packages, a pooler, Celery's own tests
@@ -207,14 +207,14 @@ doctor: up ## check the set-up for what would lose work, do it twice or expose i
 metrics: migrate ## serve the backlog and all processes' counters for Prometheus on 127.0.0.1:9540
 	@$(with_services) $(VENV)/idempotency metrics -A tasks $(ARGS)
 
-# What QUICK=1 runs: what has a figure in the last line, and no more.
+# What QUICK=1 runs: each key once, duplicates, batches, the relay, latency, and claims beside large tables.
 quick := unique,duplicates,batch,relay,latency,scale,waiting,purge
 # The other benchmarks need none of what this installs.
 contests := unique duplicates storm outside enqueue batch sagas
-bench: .venv/ready ## compare with plain Celery and what else there is; ONLY=unique,duplicates,storm,outside,enqueue,batch,relay,http,latency,backlog,ordering,resend,scale,waiting,purge,held; QUICK=1: what is in the last line, with 3 rounds, fewer jobs and smaller tables; ARGS='--plot DIR --json'; ONLY=life: what operations leave behind; ONLY=start: import and help; ONLY=sagas,saga_length,saga_waits; ONLY=partitions; ONLY=stores: Redis beside Postgres; ONLY=stream
+bench: .venv/ready ## compare with plain Celery and what else there is; ONLY=unique,duplicates,storm,outside,enqueue,batch,relay,http,latency,backlog,ordering,resend,scale,waiting,purge,held; QUICK=1: the half of it that is compared most, with 3 rounds, fewer jobs and smaller tables; ARGS='--plot DIR --json'; ONLY=life: what operations leave behind; ONLY=start: import and help; ONLY=sagas,saga_length,saga_waits; ONLY=partitions; ONLY=stores: Redis beside Postgres; ONLY=stream
 	@$(if $(or $(if $(ONLY),,all),$(filter $(contests),$(subst $(comma), ,$(ONLY)))),$(VENV)/python -m pip install --quiet --disable-pip-version-check \
 		--no-build-isolation --constraint constraints.txt --editable '.[bench]')
-	@$(VENV)/python -m benchmarks $(if $(or $(ONLY),$(filter 1,$(QUICK))),--only $(or $(ONLY),$(quick))) $(if $(filter 1,$(QUICK)),--rounds 3 --messages 600 --records 1000000) $(ARGS)
+	@$(VENV)/python -m benchmarks $(if $(or $(ONLY),$(QUICK)),--only $(or $(ONLY),$(quick))) $(if $(QUICK),--rounds 3 --messages 600 --records 1000000) $(ARGS)
 
 soak: .venv/ready ## a long run under load: slopes of memory, files, connections, tables, queues; OPERATIONS=1000000; CLUSTER=1: through clusters that fail over
 	@$(VENV)/python -m benchmarks.soak $(if $(CLUSTER),--cluster) --operations $(or $(OPERATIONS),1000000) $(ARGS)

@@ -231,9 +231,9 @@ def look_beside(
     """Time claims and ends on databases of their own, beside what else is in the tables."""
     from . import scale
 
-    def add(name: str, what: str, seconds: scale.Beside, ratio: float, also: str = "") -> None:
+    def add(name: str, what: str, seconds: scale.Beside, ratio: float, also: str = "", other: str = "without") -> None:
         figures = {
-            "without": [1e3 * statistics.median(each) for each in seconds.without],
+            other: [1e3 * statistics.median(each) for each in seconds.without],
             what: [1e3 * statistics.median(each) for each in seconds.beside],
         }
         show(as_json, "ms", name, ratio, also, **figures)
@@ -241,7 +241,7 @@ def look_beside(
 
     if "scale" in chosen:
         seconds = scale.records(running, rounds=rounds, many=many, rows=records)
-        add("scale_claim_ratio", f"{records:,} records", seconds, seconds.ratio())
+        add("scale_claim_ratio", f"{records:,} records", seconds, seconds.ratio(), other=f"{scale.FEW:,} records")
     if "waiting" in chosen:
         seconds = scale.waiting(running, rounds=rounds, many=many, rows=waiting)
         add("backlog_ratio", f"{waiting:,} waiting", seconds, seconds.ratio())
@@ -250,7 +250,10 @@ def look_beside(
         add("purge_p99_ratio", "purging", seconds, seconds.ratio(scale.p99), f" purged_per_second={rate:.0f}")
     if "held" in chosen:
         held = scale.held_open(running, rounds=rounds, many=many)
-        left = f" dead_rows_per_operation={held.dead_rows:.2f} wal_bytes_per_operation={held.wal_bytes:.0f}"
+        without, beside = (statistics.median(each for (each,) in of) for of in (held.wal.without, held.wal.beside))
+        left = (
+            f" dead_rows_per_operation={held.dead_rows:.2f} wal_bytes_per_operation={beside:.0f} without={without:.0f}"
+        )
         add("held_ratio", "a transaction held open", held.attempts, held.attempts.ratio(), left)
 
 

@@ -44,6 +44,7 @@ def main(
         bool, typer.Option("--only-page", help="Measure nothing: write the tables from docs/capacity.json.")
     ] = False,
     write: Annotated[bool, typer.Option(help="Write docs/capacity.json and the page's tables.")] = True,
+    busy: Annotated[bool, typer.Option("--busy", help="Write them although this machine has other work.")] = False,
 ) -> None:
     """Measure, compute, and write the page."""
     if only_page:
@@ -54,6 +55,11 @@ def main(
         check_room(directory, waiting)
     except NoRoom as error:
         raise SystemExit(f"capacity: {error}") from None
+    if write and not busy and (load := os.getloadavg()[0]) > (cores := os.cpu_count() or 1):
+        raise SystemExit(
+            f"capacity: this machine has other work (a load average of {load:.1f}, {cores} cores), so the page would be wrong; "
+            "come back when it is quiet, or take --no-write, or --busy"
+        )
     began, at = time.monotonic(), datetime.now(UTC)
     for name in ("DATABASE_URL", "REDIS_URL", "BROKER_URL"):
         os.environ.pop(name, None)  # whose processes are measured, and whose disk is filled, has to be known

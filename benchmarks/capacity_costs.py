@@ -30,8 +30,8 @@ KINDS = {"plain": "unique", "effect": "outside", "batch": "batch"}
 COMPONENTS = ("caller", "worker", "relay", "beat", "postgres", "redis", "rabbitmq")
 # Operations of one commit of the caller, and before anything is measured: imports, connections, prepared statements.
 ACCEPTED, WARM = 500, 500
-# Seconds of nothing to do, and without an operation that ends.
-IDLE, STUCK = 30.0, 300.0
+# Seconds of nothing to do, without an operation that ends, and from one question to the next.
+IDLE, STUCK, LOOK = 30.0, 300.0, 0.5
 
 _WRITTEN = text("SELECT (pg_current_wal_lsn() - '0/0'::pg_lsn)::bigint")
 _COMMITS = text("SELECT xact_commit FROM pg_stat_database WHERE datname = current_database()")
@@ -157,7 +157,7 @@ def _measure(
         stack.callback(machine.close)
         first = _carry_out(engine, connection, jobs.app.tasks[f"benchmarks.jobs.{task}"], 1, WARM)
         before = machine.count()
-        time.sleep(IDLE)
+        _wait_idle(connection)
         idle = machine.count()
         _carry_out(engine, connection, jobs.app.tasks[f"benchmarks.jobs.{task}"], first, operations)
         after = machine.count()
@@ -212,8 +212,17 @@ def _carry_out(engine: Engine, connection: Connection, task: Any, first: int, op
             seen, last = ended, time.monotonic()
         if time.monotonic() - last > STUCK:
             raise RuntimeError(f"{task.name}: {ended} of {target} have ended, and for {STUCK:.0f} s no other")
-        time.sleep(0.5)
+        time.sleep(LOOK)
     return first + operations
+
+
+def _wait_idle(connection: Connection) -> None:
+    """Nothing to do, and the questions of `_carry_out` all the same: what they cost is no operation's."""
+    deadline = time.monotonic() + IDLE
+    while time.monotonic() < deadline:
+        connection.execute(_ENDED)
+        connection.execute(_UNSETTLED)
+        time.sleep(LOOK)
 
 
 @contextmanager
@@ -233,12 +242,12 @@ def _started(command: list[str], log_file: Path) -> Iterator[psutil.Process]:
 
 def _listener(port: int) -> psutil.Process:
     """The process that listens there, the first of its family."""
-    (pid,) = {
+    found = {
         each.pid
         for each in psutil.net_connections("tcp")
         if each.laddr and each.laddr.port == port and each.status == psutil.CONN_LISTEN
     }
-    if pid is None:
+    if len(found) != 1 or (pid := found.pop()) is None:
         raise RuntimeError(
             f"port {port}: whose it is cannot be seen; run this as the user that has started the servers, or as root"
         )

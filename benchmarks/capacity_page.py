@@ -79,7 +79,9 @@ def carries(measured: Measured, kind: str) -> dict[str, float]:
         "one relay": of(1, cpu["relay"]),
         f"one Postgres of {a['server_cores']:.0f} cores: its cores": of(a["server_cores"], cpu["postgres"]),
         "the same: its log": a["server_wal_mb"] * 1e6 / cost["wal"] if cost["wal"] else float("inf"),
-        f"three RabbitMQ nodes of {a['node_cores']:.0f} cores": of(3 * a["node_cores"], cpu["rabbitmq"] * a["copies"]),
+        f"{a['copies']:.0f} RabbitMQ nodes of {a['node_cores']:.0f} cores": of(
+            a["copies"] * a["node_cores"], cpu["rabbitmq"] * a["copies"]
+        ),
         "one Redis": of(1, cpu["redis"]),
     }
 

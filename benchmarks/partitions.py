@@ -41,7 +41,7 @@ class Removed:
 
 @contextmanager
 def partitioned(running: services.Services, name: str, first: int, days: int) -> Iterator[tuple[Engine, Runtime]]:
-    """A database with partitions of so many days, of which the last was `first` days ago, and those that upkeep makes."""
+    """A database with partitions of so many days, of which the last was `first` days ago, today's, tomorrow's and the default."""
     with database(running, name) as (engine, runtime):
         partitioning.partition(engine, "day")
         with engine.connect() as connection:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from rich.progress import track
 from sqlalchemy import Engine, text
@@ -35,9 +37,13 @@ def measure(database: Engine, *, rounds: int, messages: int) -> Rates:
     """Publish `messages` each way; they are not consumed."""
     rates = Rates([], [])
     relay = Relay(jobs.app)
-    for _ in track(range(rounds), description="relay: a loop of apply_async and the relay in turns"):
-        rates.direct.append(messages / _direct(messages))
-        rates.relay.append(messages / _relayed(database, relay, messages))
+    sides: list[tuple[list[float], Callable[[int], float]]]
+    sides = [(rates.direct, _direct), (rates.relay, partial(_relayed, database, relay))]
+    for round_ in track(range(rounds + 1), description="relay: a loop of apply_async and the relay in turns"):
+        for of_side, publish in sides if round_ % 2 else sides[::-1]:
+            took = publish(messages)
+            if round_:
+                of_side.append(messages / took)
         with jobs.app.connection_for_write() as connection:
             connection.default_channel.queue_purge("unique")
     relay.close()

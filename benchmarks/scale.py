@@ -63,7 +63,8 @@ class Held:
 
     attempts: Beside
     dead_rows: float
-    wal_bytes: float
+    # bytes of an operation, by round
+    wal: Beside
 
 
 def p99(seconds: list[float]) -> float:
@@ -187,19 +188,27 @@ def _expired(engine: Engine) -> int:
 
 def held_open(running: services.Services, *, rounds: int, many: int) -> Held:
     """Beside a transaction that somebody has left open the whole time, compared with a database without one."""
-    with database(running, "held_not") as (_, small), database(running, "held") as (engine, large):
-        with engine.connect() as holder, engine.connect() as connection:
-            holder.execution_options(isolation_level="REPEATABLE READ")
-            holder.execute(text("SELECT count(*) FROM jobs"))  # its snapshot keeps every dead row
-            before = _written(connection)
-            seconds = in_turns(small, large, rounds=rounds, many=many)
-            done, wal = (rounds + 1) * many, _written(connection) - before
-            holder.rollback()
-        with engine.connect() as connection:
-            connection.execute(text("SELECT pg_stat_force_next_flush()"))
-            dead = connection.execute(_DEAD).scalar_one()
-    # both databases have written so many
-    return Held(seconds, dead / done, wal / (2 * done))
+    with (
+        database(running, "held_not") as (_, small),
+        database(running, "held") as (engine, large),
+        engine.connect() as holder,
+        engine.connect() as connection,
+    ):
+        holder.execution_options(isolation_level="REPEATABLE READ")
+        holder.execute(text("SELECT count(*) FROM jobs"))  # its snapshot keeps every dead row
+        seconds, wal = Beside(), Beside()
+        sides = [(small, seconds.without, wal.without), (large, seconds.beside, wal.beside)]
+        for round_ in range(rounds + 1):
+            for runtime, of_side, of_log in sides if round_ % 2 else sides[::-1]:
+                before = _written(connection)
+                took = attempts(runtime, many)
+                if round_:
+                    of_side.append(took)
+                    of_log.append([(_written(connection) - before) / many])
+        holder.rollback()
+        connection.execute(text("SELECT pg_stat_force_next_flush()"))
+        dead = connection.execute(_DEAD).scalar_one()
+    return Held(seconds, dead / ((rounds + 1) * many), wal)
 
 
 _DEAD = text("SELECT sum(n_dead_tup)::bigint FROM pg_stat_user_tables WHERE schemaname = 'idempotency'")

@@ -1,4 +1,4 @@
-"""Hosts of addresses."""
+"""Which hosts an address names, which of them are this machine, and which a setting allows."""
 
 from __future__ import annotations
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -148,11 +147,6 @@ def in_turns(
         if round_:
             rates[side.name].append(rate)
     return rates
-
-
-def ratio(rates: Rates, ours: str, other: str) -> float:
-    """The median of one over that of another."""
-    return statistics.median(rates[ours]) / statistics.median(rates[other])
 
 
 @contextmanager

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 from sqlalchemy import Engine, text
 
+# Seconds from one look to the next: a turn takes seconds, and each look costs the servers what the turn is measured by.
+LOOK = 0.03
 _LAST = text("SELECT coalesce(max(id), 0) FROM jobs")
 _COUNT = text("SELECT count(*) FROM jobs WHERE id > :mark")
 _NUMBERS = text("SELECT number FROM jobs WHERE id > :mark AND job = :job")
@@ -26,7 +28,7 @@ def wait(database: Engine, since: int, count: int, timeout: float) -> None:
         while (found := connection.execute(_COUNT, {"mark": since}).scalar_one()) < count:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{found} of {count} jobs were done within {timeout:.0f} s")
-            time.sleep(0.01)
+            time.sleep(LOOK)
 
 
 def check(database: Engine, since: int, job: str, numbers: Sequence[int]) -> None:

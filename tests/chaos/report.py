@@ -48,6 +48,8 @@ class Report:
     histories: dict[str, list[str]] = field(default_factory=dict)
     logs: Path | None = None
     is_cluster: bool = False
+    # a control, in which promotions lose what was answered
+    is_asynchronous: bool = False
 
     @property
     def faults(self) -> int:
@@ -67,6 +69,8 @@ class Report:
         shown = {"seed": self.seed, "seconds": f"{self.seconds:g}", "faults": self.faults, "kinds": len(self.inflicted)}
         if self.is_cluster:
             shown["cluster"] = 1
+        if self.is_asynchronous:
+            shown["control"] = "asynchronous"
         shown |= {name: counts[name] for name in names} | {"violations": len(self.violations)}
         return "RESULT " + " ".join(f"{name}={value}" for name, value in shown.items())
 
@@ -77,6 +81,7 @@ class Report:
                 "seed": self.seed,
                 "seconds": self.seconds,
                 "cluster": self.is_cluster,
+                "control": "asynchronous" if self.is_asynchronous else None,
                 "status": self.status,
                 "faults": self.faults,
                 "inflicted": dict(sorted(self.inflicted.items())),

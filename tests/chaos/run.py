@@ -439,6 +439,7 @@ class _Stage:
             versions=self._versions(),
             ended_by_themselves=self.fleet.ended_by_themselves,
             is_cluster=self.options.is_cluster,
+            is_asynchronous=self.options.is_asynchronous,
         )
         for violation in findings.violations:
             report.histories.setdefault(violation.key, findings.history(violation))

@@ -58,6 +58,10 @@ def test_a_wait_is_from_what_accepted_an_operation_to_its_first_end() -> None:
         ({"violations": [Violation("I1", "red/chaos.deposit/7", "twice")]}, 1),
         ({"ended": PROVED - Counter({f"{BACK}, newest tables": 1})}, 2),
         ({"broken": 0}, 2),
+        ({"control": "lost", "lost": 1, "violations": [Violation("I15", "red/chaos.deposit/7", "gone")]}, 0),
+        ({"control": "lost", "slowest": [Wait(20.1, BEGAN, ID, "pid 5")]}, 2),
+        ({"control": "delayed", "slowest": [Wait(20.1, BEGAN, ID, "pid 5")]}, 0),
+        ({"control": "delayed", "lost": 1}, 2),
     ],
 )
 def test_a_rollout_is_as_good_as_its_operations_and_proves_what_has_run(more: dict[str, Any], status: int) -> None:
@@ -67,10 +71,12 @@ def test_a_rollout_is_as_good_as_its_operations_and_proves_what_has_run(more: di
 
 def test_the_last_line_has_the_slowest_operation_and_the_lease() -> None:
     slowest = [Wait(20.5, BEGAN, ID, "pid 5"), Wait(0.5, BEGAN, ID, "pid 5")]
-    assert Result(lease=20.0, releases=3, accepted=9, slowest=slowest).line(61.4) == (
-        "RESULT rollout cluster=1 operations=9 lost=0 doubled=0 delayed=1 slowest_seconds=20.5 lease=20 releases=3 "
-        "violations=0 seconds=61"
+    result = Result(lease=20.0, accepted=9, slowest=slowest)
+    assert result.line(61.4) == (
+        "RESULT rollout cluster=1 operations=9 lost=0 doubled=0 delayed=1 slowest_seconds=20.5 lease=20 violations=0 seconds=61"
     )
+    result.control = "delayed"
+    assert result.line(61.4).startswith("RESULT rollout cluster=1 control=delayed operations=9 ")
 
 
 def test_the_slowest_of_each_part_is_of_what_it_has_accepted() -> None:
