@@ -94,13 +94,13 @@ def main(
     with services.running() as running, tempfile.TemporaryDirectory() as directory:
         os.environ.update(running.environment())
         # importing the application reads the environment
-        from . import backlog, http, latency, life, ordering, relay, resend, saga_length, saga_waits
+        from . import backlog, http, jobs, latency, life, ordering, relay, resend, saga_length, saga_waits
 
         report = Report()
         engine = create_engine(running.database_url, isolation_level="AUTOCOMMIT")
         schema.migrate(engine)
         with engine.connect() as connection:
-            connection.execute(text("CREATE TABLE jobs (id bigserial PRIMARY KEY, job text, number bigint)"))
+            connection.execute(jobs.TABLE)
             connection.execute(text("CREATE TABLE timed (number bigint PRIMARY KEY, started float8)"))
         if set(BESIDE) & set(chosen):
             look_beside(chosen, running, rounds, messages, waiting, records, as_json, report)

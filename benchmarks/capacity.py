@@ -55,9 +55,9 @@ def main(
         check_room(directory, waiting)
     except NoRoom as error:
         raise SystemExit(f"capacity: {error}") from None
-    if write and not busy and (load := os.getloadavg()[0]) > (cores := os.cpu_count() or 1):
+    if write and not busy and (busy_with := os.getloadavg()[0]) > (cores := os.cpu_count() or 1):
         raise SystemExit(
-            f"capacity: this machine has other work (a load average of {load:.1f}, {cores} cores), so the page would be wrong; "
+            f"capacity: this machine has other work (a load average of {busy_with:.1f}, {cores} cores), so the page would be wrong; "
             "come back when it is quiet, or take --no-write, or --busy"
         )
     began, at = time.monotonic(), datetime.now(UTC)
@@ -73,7 +73,7 @@ def main(
             engine = create_engine(running.database_url, isolation_level="AUTOCOMMIT")
             schema.migrate(engine)
             with engine.connect() as connection:
-                connection.execute(text("CREATE TABLE jobs (id bigserial PRIMARY KEY, job text, number bigint)"))
+                connection.execute(jobs.TABLE)
             jobs.app.finalize()
             about = describe(engine, os.environ)
             if keep_costs:

@@ -16,6 +16,7 @@ from idempotency.queues import quorum_queue
 
 # What is compared has a queue each, so that a worker begins with one of them when it is told to.
 QUEUES = ("idle", "plain", "unique", "each", "batch", "noop", "plain_outside", "outside", "celery_once", "powertools")
+TABLE = text("CREATE TABLE jobs (id bigserial PRIMARY KEY, job text, number bigint)")
 INSERT = text("INSERT INTO jobs (job, number) VALUES (:job, :number)")
 
 app = Celery("benchmarks")

@@ -58,7 +58,7 @@ def main(attempts: Annotated[int, typer.Option(min=120, max=100_000)] = 4800) ->
         engine = create_engine(running.database_url, isolation_level="AUTOCOMMIT")
         schema.migrate(engine)
         with engine.connect() as connection:
-            connection.execute(text("CREATE TABLE jobs (id bigserial PRIMARY KEY, job text, number bigint)"))
+            connection.execute(jobs.TABLE)
         engine.dispose()
         jobs.app.finalize()
         client = redis.Redis.from_url(running.redis_url)

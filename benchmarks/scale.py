@@ -31,7 +31,7 @@ from idempotency.wire.delivery import Delivery
 from idempotency.wire.keys import OperationId, fingerprint
 
 from .backlog import COMPLETED, RELEASED, WAITING
-from .jobs import INSERT
+from .jobs import INSERT, TABLE
 
 OPERATION, SERVICE = "benchmarks.scale", "benchmarks"
 # Rows that one pass of the purge deletes at most, as in maintenance.
@@ -79,7 +79,7 @@ def database(running: services.Services, name: str) -> Iterator[tuple[Engine, Ru
     engine = create_engine(url, isolation_level="AUTOCOMMIT")
     schema.migrate(engine)
     with engine.connect() as connection:
-        connection.execute(text("CREATE TABLE jobs (id bigserial PRIMARY KEY, job text, number bigint)"))
+        connection.execute(TABLE)
     runtime = Runtime(Settings.read({"database_url": url, "service": SERVICE}))
     try:
         yield engine, runtime

@@ -242,11 +242,13 @@ def main(
             running = stack.enter_context(services.running())
             address, redis_url = running.database_url, lambda: os.environ["REDIS_URL"]
             os.environ.update(running.environment())
+        from .jobs import TABLE  # which reads the environment
+
         engine = create_engine(address, isolation_level="AUTOCOMMIT", pool_pre_ping=True)
         stack.callback(engine.dispose)
         schema.migrate(engine)
         with engine.connect() as connection:
-            connection.execute(text("CREATE TABLE jobs (id bigserial PRIMARY KEY, job text, number bigint)"))
+            connection.execute(TABLE)
         soak, began = Soak(engine, directory, concurrency, redis_url), time.monotonic()
         try:
             if failovers is not None:
