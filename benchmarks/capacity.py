@@ -18,7 +18,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from sqlalchemy import create_engine, text
+from sqlalchemy import create_engine
 
 import services
 from idempotency.store import schema

@@ -28,7 +28,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from psycopg.pq import Trace
 from rich.console import Console
 from rich.table import Table
-from sqlalchemy import Connection, create_engine, text
+from sqlalchemy import Connection, create_engine
 
 import services
 from idempotency.application import close_runtime, runtime_of
