@@ -26,18 +26,18 @@ CellOf = Mapping[str, str] | Callable[[str], str | None]
 
 
 @dataclass(frozen=True)
-class Place:
+class Endpoint:
     """What is of one name on any of these servers, each with its port."""
 
     name: str
     servers: frozenset[tuple[str, int]]
 
-    def is_also(self, other: Place) -> bool:
+    def is_also(self, other: Endpoint) -> bool:
         """Whether both are the same, as far as their addresses say: a host may have two names."""
         return self.name == other.name and bool(self.servers & other.servers)
 
 
-def _place_of_broker(address: str) -> Place:
+def _endpoint_of_broker(address: str) -> Endpoint:
     """A virtual host of a broker, or of a cluster of them, as kombu reads its address."""
     from kombu.utils.url import url_to_parts  # not every process that reads settings has a broker
 
@@ -45,17 +45,17 @@ def _place_of_broker(address: str) -> Place:
     servers = {
         (each.hostname or "localhost", each.port or (5671 if each.scheme == "amqps" else 5672)) for each in every
     }
-    return Place(every[0].path or "/", frozenset((host.lower(), port) for host, port in servers))
+    return Endpoint(every[0].path or "/", frozenset((host.lower(), port) for host, port in servers))
 
 
-def _place_of_database(address: str) -> Place:
+def _endpoint_of_database(address: str) -> Endpoint:
     servers = {((host or "localhost").lower(), port) for host, port in database_hosts(address)}
-    return Place(str(make_url(address).database), frozenset(servers))
+    return Endpoint(str(make_url(address).database), frozenset(servers))
 
 
 def _broker_address(value: SecretStr) -> SecretStr:
     try:
-        _place_of_broker(value.get_secret_value())
+        _endpoint_of_broker(value.get_secret_value())
     except ValueError:
         raise ValueError(NOT_AN_ADDRESS) from None  # the original message contains parts of the address
     return value
@@ -79,11 +79,11 @@ class Cell(BaseModel):
         return {name: getattr(self, name) for name in self.model_fields_set if name != "broker_url"}
 
     @property
-    def places(self) -> dict[str, Place]:
+    def endpoints(self) -> dict[str, Endpoint]:
         """What no two cells may share."""
         return {
-            "database_url": _place_of_database(self.database_url.get_secret_value()),
-            "broker_url": _place_of_broker(self.broker_url.get_secret_value()),
+            "database_url": _endpoint_of_database(self.database_url.get_secret_value()),
+            "broker_url": _endpoint_of_broker(self.broker_url.get_secret_value()),
         }
 
 
@@ -111,10 +111,10 @@ def check_agree(cells: Mapping[str, Cell], cell_of: CellOf | None, cell: str | N
         raise ValueError(f"cell: {cell!r} is none of {', '.join(cells)}")
     if isinstance(cell_of, Mapping) and (unknown := sorted(set(cell_of.values()) - set(cells), key=str)):
         raise ValueError(f"cell_of: {unknown[0]!r} is none of {', '.join(cells)}")
-    places = {name: cell.places for name, cell in cells.items()}
-    for one, other in combinations(places, 2):
-        for what, place in places[one].items():
-            if place.is_also(places[other][what]):
+    endpoints = {name: cell.endpoints for name, cell in cells.items()}
+    for one, other in combinations(endpoints, 2):
+        for what, endpoint in endpoints[one].items():
+            if endpoint.is_also(endpoints[other][what]):
                 raise ValueError(f"cells: {one} and {other} have the same {what}")
 
 

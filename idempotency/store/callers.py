@@ -17,7 +17,7 @@ from sqlalchemy import Connection, text
 from sqlalchemy.orm import Session, scoped_session
 
 from ..errors import InvalidArguments
-from .home import IDENTITY, Home, Place, place_of
+from .home import IDENTITY, Address, Home, address_of
 from .refused import explained
 
 if TYPE_CHECKING:
@@ -76,10 +76,10 @@ def in_transaction_of(caller: Any, home: Home) -> Executes:
     driver = getattr(caller, "driver_connection", caller)  # of SQLAlchemy's raw_connection()
     if isinstance(driver, psycopg.Connection) or _is_psycopg2(driver):
         _check_transaction(driver)
-        if not home.knows(place := _place(driver)):
+        if not home.knows(address := _address_of(driver)):
             with driver.cursor() as cursor:
                 cursor.execute(IDENTITY)
-                home.compare(place, cursor.fetchone()[0])
+                home.compare(address, cursor.fetchone()[0])
         return _Driver(driver)
     raise InvalidArguments(f"session: must be {_ACCEPTED}; got {_described(caller)}")
 
@@ -107,9 +107,9 @@ class Pending:
                 await caller.run_sync(self._replay)
             elif isinstance(caller, psycopg.AsyncConnection):
                 _check_transaction(caller)
-                if not self.home.knows(place := _place(caller)):
+                if not self.home.knows(address := _address_of(caller)):
                     row = await (await caller.execute(IDENTITY)).fetchone()
-                    self.home.compare(place, row[0] if row else None)
+                    self.home.compare(address, row[0] if row else None)
                 for statement, parameters in self._statements:
                     await caller.execute(statement, parameters)
             else:
@@ -149,16 +149,16 @@ def _of_sqlalchemy(connection: Connection, home: Home) -> Executes:
     _check_transaction(driver)
     url = connection.engine.url
     if isinstance(url.query.get("host"), tuple) and hasattr(driver, "info"):
-        place = _place(driver)  # of several, the one that it is connected to
+        address = _address_of(driver)  # of several, the one that it is connected to
     else:
-        place = place_of(url.host or url.query.get("host"), url.port or url.query.get("port"), url.database)
-    if not home.knows(place):
-        home.compare(place, connection.execute(text(IDENTITY)).scalar_one())
+        address = address_of(url.host or url.query.get("host"), url.port or url.query.get("port"), url.database)
+    if not home.knows(address):
+        home.compare(address, connection.execute(text(IDENTITY)).scalar_one())
     return connection if connection.dialect.paramstyle == "pyformat" else _Translated(connection)
 
 
-def _place(driver: Any) -> Place:
-    return place_of(driver.info.host, driver.info.port, driver.info.dbname)
+def _address_of(driver: Any) -> Address:
+    return address_of(driver.info.host, driver.info.port, driver.info.dbname)
 
 
 def _check_transaction(driver: Any) -> None:

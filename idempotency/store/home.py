@@ -12,7 +12,7 @@ from ..errors import InvalidArguments, WrongCell
 from ..setting_values import database_hosts
 
 # Host, port and database, as a client names them.
-Place: TypeAlias = tuple[str | None, int, str | None]
+Address: TypeAlias = tuple[str | None, int, str | None]
 # The same for all connections to one database at one time, however they are reached.
 IDENTITY = """SELECT pg_postmaster_start_time()::text || ' ' || oid::text FROM pg_database
 WHERE datname = current_database()"""
@@ -25,7 +25,7 @@ class Home:
         url = make_url(address)
         self._identity = identity
         self._cell: tuple[str, str] | None = None
-        self._known = {place_of(host, port, url.database) for host, port in database_hosts(address)}
+        self._known = {address_of(host, port, url.database) for host, port in database_hosts(address)}
 
     def of_cell(self, cell: str, tenant: str) -> Home:
         """The same database, whose refusals name the cell, and the tenant that is of it."""
@@ -33,12 +33,12 @@ class Home:
         home._cell = cell, tenant
         return home
 
-    def knows(self, place: Place) -> bool:
-        """Whether a place is known to be this database."""
-        return place in self._known
+    def knows(self, address: Address) -> bool:
+        """Whether an address is known to be this database."""
+        return address in self._known
 
-    def compare(self, place: Place, identity: Any) -> None:
-        """Note that a place is this database, by what its server answers.
+    def compare(self, address: Address, identity: Any) -> None:
+        """Note that an address is this database, by what its server answers.
 
         Raises `InvalidArguments` if it is not, and `WrongCell` if it is not that of a tenant's cell.
         """
@@ -46,16 +46,16 @@ class Home:
             if self._cell is not None:
                 cell, tenant = self._cell
                 raise WrongCell(
-                    f"session: is connected to another database ({place[0]}:{place[1]}/{place[2]}) than that of cell {cell!r}, "
+                    f"session: is connected to another database ({address[0]}:{address[1]}/{address[2]}) than that of cell {cell!r}, "
                     f"which tenant {tenant!r} is of"
                 )
             raise InvalidArguments(
-                f"session: is connected to another database ({place[0]}:{place[1]}/{place[2]}) than "
+                f"session: is connected to another database ({address[0]}:{address[1]}/{address[2]}) than "
                 "idempotency_database_url, so no relay would send the message"
             )
-        self._known.add(place)
+        self._known.add(address)
 
 
-def place_of(host: Any, port: Any, database: Any) -> Place:
-    """A place by the attributes of a connection or of its address."""
+def address_of(host: Any, port: Any, database: Any) -> Address:
+    """What the attributes of a connection, or of a URL, name."""
     return (str(host) if host else None, int(port or 5432), database)

@@ -29,7 +29,7 @@ from ..store import schema
 from . import approvals, archive, bulk, doubts, edits, failures, flow, letters, live, operations, sagas, tenants
 from .access import Sessions
 from .desk import Desk
-from .gate import PLAIN, Gate, Place
+from .gate import PLAIN, Gate, Site
 from .login import Login
 from .sessions import routes as of_sessions
 from .shown import environment, page
@@ -57,11 +57,11 @@ def create_app(celery: Celery, *, host: str = "127.0.0.1", port: int = 8500, tok
     person: Person | None = None
     if token is not None and not logs_in:
         person = authenticate(runtime, token, role="reader", action="web")
-    place = _place(settings, host, port)
+    site = _site(settings, host, port)
     secret = secrets.token_urlsafe(32) if settings.web_secret is None else settings.web_secret.get_secret_value()
     issuer = settings.oidc_issuer if logs_in else None
     sessions = Sessions(secret, lasts=settings.web_session, issuer=issuer, person=person)
-    desk = Desk(celery, sessions, place, Login(celery, settings) if logs_in else None)
+    desk = Desk(celery, sessions, site, Login(celery, settings) if logs_in else None)
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -72,7 +72,7 @@ def create_app(celery: Celery, *, host: str = "127.0.0.1", port: int = 8500, tok
         routes=_routes(),
         lifespan=lifespan,
         middleware=[
-            Middleware(Gate, place=place, sessions=sessions, logs_in=logs_in),
+            Middleware(Gate, site=site, sessions=sessions, logs_in=logs_in),
             Middleware(Failures),
             Middleware(Crowd),
         ],
@@ -156,11 +156,11 @@ def _check(settings: Settings, host: str, *, logs_in: bool) -> None:
         )
 
 
-def _place(settings: Settings, host: str, port: int) -> Place:
+def _site(settings: Settings, host: str, port: int) -> Site:
     if settings.web_url is not None:
-        return Place.of(settings.web_url)
+        return Site.of(settings.web_url)
     names = dict.fromkeys([f"[{host}]" if ":" in host else host, "127.0.0.1", "localhost", "[::1]"])
-    return Place.of(*(f"http://{name}" + ("" if port == PLAIN["http"] else f":{port}") for name in names))
+    return Site.of(*(f"http://{name}" + ("" if port == PLAIN["http"] else f":{port}") for name in names))
 
 
 def _routes() -> list[BaseRoute]:

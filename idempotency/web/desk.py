@@ -27,7 +27,7 @@ from ..upkeep.overview import ask_broker
 from ..wire.keys import OperationId
 from .access import Sessions, Visitor
 from .business import BusinessRows
-from .gate import Place
+from .gate import Site
 from .login import Login
 
 T = TypeVar("T")
@@ -44,9 +44,9 @@ ROWS = 50
 class Desk:
     """Kept in `app.state.desk`."""
 
-    def __init__(self, celery: Celery, sessions: Sessions, place: Place, login: Login | None) -> None:
+    def __init__(self, celery: Celery, sessions: Sessions, site: Site, login: Login | None) -> None:
         celery.loader.import_default_modules()
-        self.celery, self.sessions, self.place, self.login = celery, sessions, place, login
+        self.celery, self.sessions, self.site, self.login = celery, sessions, site, login
         self.settings = runtime_of(celery).settings
         self._engine = make_engine(
             self.settings,

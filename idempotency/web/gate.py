@@ -45,7 +45,7 @@ HEADERS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Site:
     """Where the page is reached: the origins that it has. `is_secure`: over https. `port`: of the first address."""
 
     origins: frozenset[str]
@@ -53,7 +53,7 @@ class Place:
     port: int
 
     @classmethod
-    def of(cls, *urls: str) -> Place:
+    def of(cls, *urls: str) -> Site:
         """Of addresses of the page, the first being the one that people use."""
         split = [urlsplit(url) for url in urls]
         origins = frozenset(f"{each.scheme}://{each.netloc}".lower() for each in split)
@@ -72,8 +72,8 @@ class Place:
 class Gate:
     """The outermost part of the application."""
 
-    def __init__(self, app: Application, *, place: Place, sessions: Sessions, logs_in: bool) -> None:
-        self._app, self._place, self._sessions, self._logs_in = app, place, sessions, logs_in
+    def __init__(self, app: Application, *, site: Site, sessions: Sessions, logs_in: bool) -> None:
+        self._app, self._site, self._sessions, self._logs_in = app, site, sessions, logs_in
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -85,9 +85,9 @@ class Gate:
             # HTTP/2 may send a cookie in each header
             headers[named] = f"{headers[named]}; {given}" if named == "cookie" and named in headers else given
         state = scope.setdefault("state", {})
-        send = _with_headers(send, self._place, state, scope["path"])
+        send = _with_headers(send, self._site, state, scope["path"])
         answer: Response | None
-        if not self._place.has_host(headers.get("host", "")):
+        if not self._site.has_host(headers.get("host", "")):
             answer = PlainTextResponse("this page is not reached by that name\n", 421)
         elif scope["method"] not in ("GET", "HEAD", "POST"):
             answer = PlainTextResponse("GET and POST only\n", 405)
@@ -99,7 +99,7 @@ class Gate:
         self, scope: Scope, state: dict[str, Any], receive: Receive, headers: dict[str, str]
     ) -> Response | None:
         """Put the visitor and the form into the request's state; or the answer, if it goes no further."""
-        visitor = self._sessions.visitor(cookie_of(headers, self._place.cookie))
+        visitor = self._sessions.visitor(cookie_of(headers, self._site.cookie))
         begins = None
         if visitor is None and not self._logs_in:
             begins = self._sessions.begin(None)
@@ -118,7 +118,7 @@ class Gate:
     async def _read_form(
         self, state: dict[str, Any], receive: Receive, headers: dict[str, str], visitor: Visitor | None
     ) -> Response | None:
-        if headers.get("origin", "").lower() not in self._place.origins:
+        if headers.get("origin", "").lower() not in self._site.origins:
             return PlainTextResponse("the form is not one of this page (Origin); nothing was changed\n", 403)
         if headers.get("content-type", "").partition(";")[0].strip().lower() != "application/x-www-form-urlencoded":
             return PlainTextResponse("not a form\n", 415)
@@ -157,12 +157,12 @@ def cookie_of(headers: dict[str, str], name: str) -> str | None:
     return cookie_parser(headers.get("cookie", "")).get(name)
 
 
-def _with_headers(send: Send, place: Place, state: dict[str, Any], path: str) -> Callable[[Message], Any]:
+def _with_headers(send: Send, site: Site, state: dict[str, Any], path: str) -> Callable[[Message], Any]:
     """Sends what the application sends, with our headers, and the cookie of a session that begins without a login."""
 
     async def sending(message: Message) -> None:
         if message["type"] == "http.response.start":
-            added = HEADERS | ({"strict-transport-security": "max-age=31536000"} if place.is_secure else {})
+            added = HEADERS | ({"strict-transport-security": "max-age=31536000"} if site.is_secure else {})
             if path.startswith("/static/"):
                 added = added | {"cache-control": "no-cache"}
             headers = [
@@ -170,9 +170,9 @@ def _with_headers(send: Send, place: Place, state: dict[str, Any], path: str) ->
             ]
             headers += [(name.encode(), value.encode()) for name, value in added.items()]
             if (begins := state.get("begins")) is not None and not path.startswith(OPEN):
-                secure = "; Secure" if place.is_secure else ""
+                secure = "; Secure" if site.is_secure else ""
                 headers.append(
-                    (b"set-cookie", f"{place.cookie}={begins}; Path=/; HttpOnly; SameSite=Strict{secure}".encode())
+                    (b"set-cookie", f"{site.cookie}={begins}; Path=/; HttpOnly; SameSite=Strict{secure}".encode())
                 )
             message = {**message, "headers": headers}
         await send(message)

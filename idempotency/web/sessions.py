@@ -34,7 +34,7 @@ def begin(request: Request) -> Response:
         desk.sessions.sign("login", kept),
         max_age=LOGIN,
         path="/callback",
-        secure=desk.place.is_secure,
+        secure=desk.site.is_secure,
         httponly=True,
         samesite="lax",
     )
@@ -58,7 +58,7 @@ def end(request: Request) -> Response:
     except NotAllowed as refusal:
         return page(request, "error.html", status=403, title="Not logged in", why=str(refusal))
     session = desk.sessions.begin(person)
-    if len(desk.place.cookie) + 1 + len(session) > LONGEST_COOKIE:
+    if len(desk.site.cookie) + 1 + len(session) > LONGEST_COOKIE:
         why = f'the session of someone with {len(person.tenants or ())} tenants is too long for a browser; give them "*", or fewer'
         return page(request, "error.html", status=403, title="Not logged in", why=why)
     log.info("web_login", person=person.name, role=person.role)
@@ -73,16 +73,14 @@ def log_out(request: Request) -> Response:
     desk = desk_of(request)
     log.info("web_logout", person=visitor_of(request).person.name)
     answer = page(request, "error.html", title="Logged out", why="the session of this browser is over")
-    answer.delete_cookie(desk.place.cookie, path="/", secure=desk.place.is_secure, httponly=True, samesite="strict")
+    answer.delete_cookie(desk.site.cookie, path="/", secure=desk.site.is_secure, httponly=True, samesite="strict")
     return answer
 
 
 def set_session(request: Request, answer: Response, session: str) -> None:
     """Give the browser its session. Over plain http, which only this machine reaches, some browsers keep no Secure cookie."""
     desk = desk_of(request)
-    answer.set_cookie(
-        desk.place.cookie, session, path="/", secure=desk.place.is_secure, httponly=True, samesite="strict"
-    )
+    answer.set_cookie(desk.site.cookie, session, path="/", secure=desk.site.is_secure, httponly=True, samesite="strict")
 
 
 def local(path: str | None) -> str:
