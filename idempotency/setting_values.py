@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from itertools import zip_longest
 from pathlib import Path
 from string import Formatter
@@ -150,10 +151,25 @@ def redis_address(value: SecretStr) -> SecretStr:
         _sentinels(scheme, rest)
         return value
     try:
-        redis.Redis.from_url(value.get_secret_value()).close()  # does not connect
+        pool = redis.Redis.from_url(value.get_secret_value()).connection_pool
     except ValueError:
         raise ValueError(NOT_AN_ADDRESS) from None
+    _redis_connection(pool.connection_class, pool.connection_kwargs)
     return value
+
+
+def _redis_connection(made: Any, options: Mapping[str, Any]) -> None:
+    """Raise `ValueError` for what redis-py would say only as it makes a connection, or as it looks for the host."""
+    from redis.backoff import NoBackoff
+    from redis.retry import Retry
+
+    try:
+        made(**options, retry=Retry(NoBackoff(), 0))  # as hints are asked; does not connect
+        str(options.get("host", "")).encode("idna")
+    except ValueError:
+        raise ValueError(NOT_AN_ADDRESS) from None
+    except (TypeError, AttributeError):
+        raise ValueError("has an option that redis-py does not have, or a value that is none of it") from None
 
 
 def sentinels(address: str, *, encrypted: bool = True) -> tuple[list[tuple[str, int]], str, str, int]:
@@ -174,9 +190,12 @@ def sentinels(address: str, *, encrypted: bool = True) -> tuple[list[tuple[str, 
 
 
 def _sentinels(scheme: str, rest: str) -> None:
-    sentinels(rest, encrypted=scheme == "sentinels")
-    if scheme == "sentinels":
-        sentinel_options(rest)  # raises `ValueError` for a value that is none
+    from redis.connection import Connection, SSLConnection
+
+    hosts, *_ = sentinels(rest, encrypted=scheme == "sentinels")
+    made, options = (SSLConnection, sentinel_options(rest)) if scheme == "sentinels" else (Connection, {})
+    for host, port in hosts:
+        _redis_connection(made, {"host": host, "port": port, **options})
 
 
 def store_address(value: SecretStr) -> SecretStr:

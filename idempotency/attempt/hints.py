@@ -132,13 +132,11 @@ class Hints:
         """One round trip over hints (name, value). Returns the script's answer; None without Redis."""
         if self._redis is None or time.monotonic() < self._skip_until:
             return None  # hints expire by themselves
-        from redis import RedisError
-
         names = [name for name, _ in hints]
         values = [value for _, value in hints]
         try:
             return self._redis.ask("EVAL", script, len(names), *names, self._lease_ms, *values)
-        except RedisError as error:
+        except Exception as error:  # whatever redis-py raises: hints are never worth a claim
             # One slow call is enough: for the next seconds every task asks Postgres alone.
             self._skip_until = time.monotonic() + self._pause
             metrics.redis_unavailable.inc()

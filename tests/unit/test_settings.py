@@ -8,8 +8,10 @@ import pytest
 from celery import Celery
 
 from idempotency.application import settings_of
+from idempotency.attempt.hints import Hint, Hints
 from idempotency.errors import SettingsError
 from idempotency.settings import Settings
+from idempotency.wire.keys import OperationId
 
 HOUR = 3600.0
 PASSWORD = "s3cret-Pa55"
@@ -205,6 +207,30 @@ def test_no_refusal_shows_an_address_or_a_password(given: dict[str, Any]) -> Non
     assert PASSWORD not in message
     assert "example" not in message
     assert "://" not in message
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        f"redis://:{PASSWORD}@a..b:6379/0",
+        f"redis://:{PASSWORD}@{'x' * 64}.example/0",
+        f"redis://:{PASSWORD}@cache.example:6379/0?foo={PASSWORD}",
+        f"rediss://:{PASSWORD}@cache.example:6379/0?ssl_cert_req=none",
+        f"redis://:{PASSWORD}@cache.example:6379/0?retry_on_error=x",
+        f"sentinel://:{PASSWORD}@a..b:26379/hints",
+        f"sentinels://:{PASSWORD}@s1.example:26379/hints?ssl_foo=1",
+    ],
+)
+def test_what_redis_py_would_refuse_at_each_claim_is_refused_at_the_start(address: str) -> None:
+    message = refusal(redis_url=address)
+    assert message.startswith("idempotency_redis_url: ")
+    assert PASSWORD not in message
+    assert "example" not in message
+
+
+def test_hints_cost_no_claim_whatever_redis_py_says_of_their_address() -> None:
+    hints = Hints("redis://127.0.0.1:1/0?foo=1", owner="o", lease=60, timeout=0.1, pause=5)
+    assert hints.take(OperationId("default", "task", "k"), "a" * 32, "v1:00") is Hint.FREE
 
 
 def test_the_settings_themselves_show_no_address() -> None:
