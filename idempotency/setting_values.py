@@ -160,11 +160,8 @@ def redis_address(value: SecretStr) -> SecretStr:
 
 def _redis_connection(made: Any, options: Mapping[str, Any]) -> None:
     """Raise `ValueError` for what redis-py would say only as it makes a connection, or as it looks for the host."""
-    from redis.backoff import NoBackoff
-    from redis.retry import Retry
-
     try:
-        made(**options, retry=Retry(NoBackoff(), 0))  # as hints are asked; does not connect
+        made(**options)  # does not connect
         str(options.get("host", "")).encode("idna")
     except ValueError:
         raise ValueError(NOT_AN_ADDRESS) from None

@@ -132,11 +132,14 @@ class Hints:
         """One round trip over hints (name, value). Returns the script's answer; None without Redis."""
         if self._redis is None or time.monotonic() < self._skip_until:
             return None  # hints expire by themselves
+        from redis import RedisError
+
         names = [name for name, _ in hints]
         values = [value for _, value in hints]
         try:
             return self._redis.ask("EVAL", script, len(names), *names, self._lease_ms, *values)
-        except Exception as error:  # whatever redis-py raises: hints are never worth a claim
+        # what redis-py raises for options that it does not like, too; but not all, as a soft time limit is an Exception
+        except (RedisError, TypeError, ValueError) as error:
             # One slow call is enough: for the next seconds every task asks Postgres alone.
             self._skip_until = time.monotonic() + self._pause
             metrics.redis_unavailable.inc()

@@ -25,5 +25,5 @@ def check_server(
         return ask()
     except (DBAPIError, RedisError, BrokerError, AMQPError, OSError) as error:
         return [Finding(level, subject, f"unreachable: {reason(error)}", f"check {setting} and the server")]
-    except (ArgumentError, ValueError, KeyError):
+    except (ArgumentError, ValueError, KeyError, TypeError):
         return [Finding(level, setting, NOT_AN_ADDRESS, "correct it")]

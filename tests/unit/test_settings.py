@@ -216,7 +216,6 @@ def test_no_refusal_shows_an_address_or_a_password(given: dict[str, Any]) -> Non
         f"redis://:{PASSWORD}@{'x' * 64}.example/0",
         f"redis://:{PASSWORD}@cache.example:6379/0?foo={PASSWORD}",
         f"rediss://:{PASSWORD}@cache.example:6379/0?ssl_cert_req=none",
-        f"redis://:{PASSWORD}@cache.example:6379/0?retry_on_error=x",
         f"sentinel://:{PASSWORD}@a..b:26379/hints",
         f"sentinels://:{PASSWORD}@s1.example:26379/hints?ssl_foo=1",
     ],
