@@ -16,11 +16,15 @@ SCHEMES = ("sentinel", "sentinels")
 
 
 class Watch(NamedTuple):
-    """How many Sentinels that answer watch a primary, as one of them says, how many of them have to agree, and its replicas."""
+    """How many Sentinels watch a primary, and how many of them are up, as one of them says; how many have to agree, its replicas;
+    and how many of the address's answer, of how many."""
 
     sentinels: int
+    up: int
     quorum: int
     replicas: int
+    answer: int
+    named: int
 
 
 def is_sentinel(address: str) -> bool:
@@ -49,19 +53,23 @@ def client_of_primary(address: str, **options: Any) -> Redis:
 
 
 def watch(client: Redis) -> Watch:
-    """What the first Sentinel that answers says. `client`: of `client_of_primary`. Raises `RedisError` if none does."""
+    """What the first Sentinel that answers says, and how many do. `client`: of `client_of_primary`. Raises `RedisError` if none does."""
     from redis import RedisError
 
     pool: Any = client.connection_pool
     failed: RedisError | None = None
-    for each in pool.sentinel_manager.sentinels:
+    said: list[tuple[dict[str, Any], list[dict[str, Any]]]] = []
+    named = pool.sentinel_manager.sentinels
+    for each in named:
         try:
-            of_primary = each.sentinel_masters()[pool.service_name]
-            others = [other for other in each.sentinel_sentinels(pool.service_name) if not other["is_sdown"]]
-            return Watch(len(others) + 1, of_primary["quorum"], of_primary["num-slaves"])
+            said.append((each.sentinel_masters()[pool.service_name], each.sentinel_sentinels(pool.service_name)))
         except (RedisError, KeyError) as error:
             failed = error if isinstance(error, RedisError) else RedisError("it does not know this primary")
-    raise failed or RedisError("no Sentinel")
+    if not said:
+        raise failed or RedisError("no Sentinel")
+    of_primary, others = said[0]
+    up = sum(not other["is_sdown"] for other in others) + 1
+    return Watch(len(others) + 1, up, of_primary["quorum"], of_primary["num-slaves"], len(said), len(named))
 
 
 def sentinel_acl(password: str, *, name: str) -> str:

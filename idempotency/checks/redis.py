@@ -58,9 +58,16 @@ def _client(address: str) -> Redis:
 def _sentinels(watched: Watch) -> list[Finding]:
     """Whether another Redis would take over. Without hints, every claim and duplicate goes to Postgres until one does."""
     subject = "redis sentinels"
-    if watched.sentinels < SENTINELS:
+    findings = []
+    if watched.answer < watched.named:
+        advice = "if those are away, nobody tells which Redis is the primary, and hints stop; check the address"
+        findings.append(warning(subject, f"{watched.answer} of {watched.named} answer", advice))
+    if watched.up < SENTINELS:
         advice = "if one is away, no new primary is chosen, and hints stop"
-        return [warning(subject, f"{watched.sentinels}, need at least {SENTINELS}", advice)]
+        findings.append(warning(subject, f"{watched.up}, need at least {SENTINELS}", advice))
+    elif watched.up <= watched.sentinels // 2:
+        advice = "no majority chooses a new primary, and hints would stop"
+        findings.append(warning(subject, f"{watched.up} of {watched.sentinels} are up", advice))
     if not watched.replicas:
-        return [warning(subject, "the primary has no replica", "nothing could take over, and hints would stop")]
-    return [ok(subject, f"{watched.sentinels}, of which {watched.quorum} must agree; {watched.replicas} replicas")]
+        findings.append(warning(subject, "the primary has no replica", "nothing could take over, and hints would stop"))
+    return findings or [ok(subject, f"{watched.up}, of which {watched.quorum} must agree; {watched.replicas} replicas")]

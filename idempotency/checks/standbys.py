@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
 import psycopg
 from psycopg.pq import Conninfo
-from sqlalchemy import Connection, text
+from psycopg.rows import namedtuple_row
+from sqlalchemy import Connection, Row, text
 
 from ..settings import Settings
 from ..store import schema
@@ -29,23 +31,38 @@ _ANSWERED = {
     "remote_write": "the standby's memory: a crash of both machines at once may lose it",
 }
 
+# Of the synchronous: whoever replays nothing copies the log (pg_receivewal), and a logical slot is a subscriber's.
 _REPLICATION = text("""
 SELECT current_setting('synchronous_standby_names') AS names,
        current_setting('synchronous_commit') AS synchronous_commit,
        count(*) AS standbys,
-       count(*) FILTER (WHERE sync_state IN ('sync', 'quorum')) AS synchronous,
+       coalesce(array_agg(application_name ORDER BY 1) FILTER (WHERE is_synchronous), '{}') AS synchronous,
+       coalesce(array_agg(application_name ORDER BY 1) FILTER (WHERE is_synchronous AND is_no_standby), '{}') AS no_standbys,
        count(*) FILTER (WHERE sync_state IS NULL) AS hidden
-FROM pg_stat_replication
+FROM (
+    SELECT r.application_name, r.sync_state, r.sync_state IN ('sync', 'quorum') AS is_synchronous,
+           r.replay_lsn IS NULL
+           OR EXISTS (SELECT FROM pg_replication_slots s WHERE s.active_pid = r.pid AND s.slot_type = 'logical') AS is_no_standby
+    FROM pg_stat_replication r
+) connected
 """)
+# How many synchronous_standby_names asks for; a plain list: one.
+_NEEDED = re.compile(r"\s*(?:(?:first|any)\s+)?(\d+)\s*\(", re.IGNORECASE)
 # What vacuum and ANALYZE write into pg_class is replicated; when they last came, and what has changed since, is not.
 _UNCOUNTED = text("""
 SELECT count(*) FROM pg_class c JOIN pg_stat_all_tables s ON s.relid = c.oid
 WHERE c.relnamespace = to_regnamespace(:schema) AND c.reltuples >= :many
   AND coalesce(s.last_vacuum, s.last_autovacuum, s.last_analyze, s.last_autoanalyze) IS NULL
 """)
+# A standby's name is what its primary knows it by, hidden from a role without pg_read_all_stats, as who is synchronous is.
 _SERVER = """
-SELECT (SELECT system_identifier::text FROM pg_control_system()),
-       CASE WHEN NOT pg_is_in_recovery() THEN left(pg_walfile_name(pg_current_wal_lsn()), 8) END
+SELECT (SELECT system_identifier::text FROM pg_control_system()) AS system,
+       (extract(epoch FROM pg_postmaster_start_time()) * 1000000)::bigint AS started,
+       CASE WHEN NOT pg_is_in_recovery() THEN left(pg_walfile_name(pg_current_wal_lsn()), 8) END AS timeline,
+       EXISTS (SELECT FROM pg_stat_wal_receiver) AS receives,
+       (SELECT coalesce(substring(conninfo FROM '\\mapplication_name=(\\S+)'),
+                        substring(conninfo FROM '\\mfallback_application_name=(\\S+)')) FROM pg_stat_wal_receiver) AS name,
+       (SELECT array_agg(application_name) FROM pg_stat_replication WHERE sync_state <> 'async') AS synchronous
 """
 
 
@@ -65,12 +82,28 @@ def check_standbys(connection: Connection) -> list[Finding]:
     elif row.hidden:
         advice = "GRANT pg_read_all_stats to this role, or look as another"
         findings.append(warning(STANDBYS, "this role may not see whether one is synchronous", advice))
-    elif not row.synchronous:
-        advice = "commits wait until one is connected: nothing is claimed or finished, and nothing is lost"
-        findings.append(warning(STANDBYS, f"none synchronous, of {row.standbys} connected", advice))
     else:
-        findings.append(ok(STANDBYS, f"{row.standbys} connected, {row.synchronous} synchronous"))
+        findings += _synchronous(row)
     return findings
+
+
+def _synchronous(row: Row[Any]) -> list[Finding]:
+    """Whether those that commits wait for are there, and are standbys."""
+    findings = []
+    asked = _NEEDED.match(row.names)
+    needed, there = int(asked[1]) if asked else 1, len(row.synchronous)
+    if there < needed:
+        found = f"{there or 'none'} synchronous, of {row.standbys} connected" + (f", need {needed}" * (needed > 1))
+        waiting = "one is" if needed == 1 else "as many are"
+        advice = f"commits wait until {waiting} connected: nothing is claimed or finished, and nothing is lost"
+        findings.append(warning(STANDBYS, found, advice))
+    if row.no_standbys:
+        advice = "it can never be promoted, and may be all that has confirmed a commit; leave it out of synchronous_standby_names"
+        findings.append(warning(STANDBYS, f"{', '.join(row.no_standbys)} is synchronous and no standby", advice))
+    if "*" in row.names:
+        advice = "whatever connects may confirm commits, such as pg_receivewal or a subscriber; name the standbys"
+        findings.append(warning(STANDBYS, f"synchronous_standby_names is {row.names}", advice))
+    return findings or [ok(STANDBYS, f"{row.standbys} connected, synchronous: {', '.join(row.synchronous)}")]
 
 
 def check_counts(connection: Connection) -> list[Finding]:
@@ -90,20 +123,26 @@ def check_hosts(given: Settings) -> list[Finding]:
     if len(every) < 2:
         return []
     findings: list[Finding] = []
-    servers: list[tuple[str, str | None]] = []
+    answers: list[tuple[str, Any]] = []
     for alone in every:
-        with suppress(psycopg.Error), psycopg.connect(**alone) as connection:
+        with suppress(psycopg.Error), psycopg.connect(**alone, row_factory=namedtuple_row) as connection:
             if (row := connection.execute(_SERVER).fetchone()) is not None:
-                servers.append((row[0], row[1]))
-    if len(servers) < len(every):
+                answers.append((f"{connection.info.host}:{connection.info.port}", row))
+    if len(answers) < len(every):
         advice = "nothing can take over from the others; check it"
-        findings.append(warning(HOSTS, f"{len(servers)} of {len(every)} answer", advice))
+        findings.append(warning(HOSTS, f"{len(answers)} of {len(every)} answer", advice))
+    servers = {(row.system, row.started): (host, row) for host, row in answers}
+    if len(servers) < len(answers):
+        advice = "nothing takes over from itself; correct the address"
+        findings.append(warning(HOSTS, "one server is named twice", advice))
     if len({system for system, _ in servers}) > 1:
         advice = "correct the address: their data have nothing in common"
         findings.append(refusal(HOSTS, "they are of different clusters", advice))
-    primaries = [timeline for _, timeline in servers if timeline is not None]
+    primaries = [row for _, row in servers.values() if row.timeline is not None]
+    if len(primaries) == 1:
+        findings += _followers(primaries[0], [each for each in servers.values() if each[1].timeline is None])
     if len(primaries) > 1:
-        timelines = ", ".join(str(int(timeline, 16)) for timeline in sorted(primaries))
+        timelines = ", ".join(str(int(timeline, 16)) for timeline in sorted(row.timeline for row in primaries))
         advice = (
             "stop the former primary, whose timeline is the lower one, before anything writes to it (docs/cluster.md)"
         )
@@ -111,6 +150,19 @@ def check_hosts(given: Settings) -> list[Finding]:
     if servers and not primaries:
         findings.append(warning(HOSTS, "none takes writes", "promote one; until then every claim waits"))
     return findings or [ok(HOSTS, f"{len(every)} answer, one takes writes")]
+
+
+def _followers(primary: Any, standbys: Iterable[tuple[str, Any]]) -> Iterator[Finding]:
+    """Of the address's own standbys, those whose promotion would lose what was answered."""
+    for host, row in standbys:
+        if not row.receives:
+            advice = (
+                "it falls behind, and its promotion would lose what was committed since; look at its primary_conninfo"
+            )
+            yield warning(HOSTS, f"{host} is a standby that receives nothing", advice)
+        elif primary.synchronous and row.name is not None and row.name not in primary.synchronous:
+            advice = "its promotion can lose committed data; name it in synchronous_standby_names"
+            yield warning(HOSTS, f"{host} ({row.name}) is not among the synchronous", advice)
 
 
 def check_target(parameters: Mapping[str, Any]) -> list[Finding]:

@@ -95,7 +95,8 @@ _COMPLETE_NEW_IN_PARTITIONS = (
 # rows are found by their keys, however small the table was when the plan was made.
 _SETTINGS = """
 SELECT set_config('idle_in_transaction_session_timeout', %(idle_ms)s, true) AS idle,
-       set_config('synchronous_commit', 'on', true) AS flush, set_config('enable_seqscan', 'off', true) AS scan
+       set_config('synchronous_commit', 'on', true) AS flush, set_config('client_min_messages', 'warning', true) AS warn,
+       set_config('enable_seqscan', 'off', true) AS scan
 """
 # Raises division_by_zero unless all are still held: then none is committed. LATERAL and `= ANY`, because by a join alone a
 # plan that is made while the table is small reads all records of the task.

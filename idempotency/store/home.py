@@ -13,8 +13,8 @@ from ..setting_values import database_hosts
 
 # Host, port and database, as a client names them.
 Address: TypeAlias = tuple[str | None, int, str | None]
-# The same for all connections to one database at one time, however they are reached.
-IDENTITY = """SELECT pg_postmaster_start_time()::text || ' ' || oid::text FROM pg_database
+# The same for all connections to one database at one time, however they are reached, and however they write times.
+IDENTITY = """SELECT (extract(epoch FROM pg_postmaster_start_time()) * 1000000)::bigint || ' ' || oid FROM pg_database
 WHERE datname = current_database()"""
 
 

@@ -1,7 +1,7 @@
 """What a table of records has that a partitioned one in its place would lose: found before the exchange, which is then refused.
 
 Most of it is bound to the table and not to its name, so it would silently stay with the first partition. What the exchange takes
-along by itself is not named: indexes, triggers, views, rights, and the library's own policies.
+along by itself is not named: indexes, triggers, views, rights, CHECKs, and the library's own policies.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ WITH records AS (SELECT c.oid, c.reltype, c.reltoastrelid FROM pg_class c WHERE 
 SELECT 'policy ' || quote_ident(p.polname), '{_AGAIN}' FROM pg_policy p, records r
 WHERE p.polrelid = r.oid AND p.polname <> ALL (%(policies)s::text[])
 UNION ALL
-SELECT 'constraint ' || quote_ident(n.conname),
-       CASE n.contype WHEN 'c' THEN '{_AGAIN}' ELSE '{_WITHOUT}' END FROM pg_constraint n, records r
-WHERE n.conrelid = r.oid AND n.contype NOT IN ('p', 'n', 't') AND n.conname <> 'placed_before'
+SELECT 'constraint ' || quote_ident(n.conname), '{_WITHOUT}' FROM pg_constraint n, records r
+WHERE n.conrelid = r.oid AND n.contype NOT IN ('p', 'n', 't')
+  -- a CHECK goes along, unless it is of one table alone, or of a row as a whole
+  AND NOT (n.contype = 'c' AND NOT n.connoinherit AND 0 <> ALL (coalesce(n.conkey, '{{}}')))
 UNION ALL
 SELECT 'foreign key ' || quote_ident(n.conname) || ' of ' || n.conrelid::regclass, '{_WITHOUT}' FROM pg_constraint n, records r
 WHERE n.confrelid = r.oid AND n.conrelid <> r.oid AND n.contype = 'f'

@@ -56,6 +56,11 @@ SELECT DISTINCT v.oid::regclass::text AS name, pg_get_viewdef(v.oid) AS definiti
 FROM pg_depend d JOIN pg_rewrite w ON w.oid = d.objid JOIN pg_class v ON v.oid = w.ev_class
 WHERE d.classid = 'pg_rewrite'::regclass AND d.refobjid = 'idempotency.records'::regclass AND v.relkind = 'v'
 """
+# As of a tenant that has moved to another cell; the first partition keeps its own.
+_CHECKS = """
+SELECT quote_ident(conname) AS name, pg_get_constraintdef(oid) AS definition FROM pg_constraint
+WHERE conrelid = 'idempotency.records'::regclass AND contype = 'c' AND conname <> 'placed_before' ORDER BY 1
+"""
 # Of the table and of its columns. PUBLIC is role 0.
 _GRANTS = """
 SELECT a.privilege_type || g.of_column AS privilege,
@@ -207,6 +212,7 @@ def _exchange(connection: Connection, width: str) -> None:
     run("LOCK TABLE idempotency.records IN ACCESS EXCLUSIVE MODE")
     _require_nothing_in_the_way(connection)  # what was made meanwhile
     indexes, triggers, views = run(_INDEXES).all(), run(_TRIGGERS).all(), run(_VIEWS).all()
+    checks = run(_CHECKS).all()
     grants = run(_GRANTS.format(table="idempotency.records")).all()
     table, primary_key = run(_TABLE).one(), run(_PKEY).scalar_one()
     run(f"CREATE SCHEMA IF NOT EXISTS {PARTITIONS}")
@@ -223,6 +229,8 @@ def _exchange(connection: Connection, width: str) -> None:
     )
     run("ALTER TABLE idempotency.records ALTER COLUMN placed_at SET DEFAULT clock_timestamp()")
     run("ALTER TABLE idempotency.records ADD CONSTRAINT records_pkey PRIMARY KEY (tenant, task, key, placed_at)")
+    for check in checks:
+        run(f"ALTER TABLE idempotency.records ADD CONSTRAINT {check.name} {check.definition}".replace("%", "%%"))
     for index in indexes:
         run(re.sub(r" ON (ONLY )?\S+ ", " ON idempotency.records ", index.definition, count=1).replace("%", "%%"))
     for trigger in triggers:

@@ -40,10 +40,10 @@ KNOWN = f"""(EXISTS (SELECT FROM idempotency.records WHERE {ROW})
 MINE = f"{ROW} AND status = 'started' AND fence = %(fence)s AND token = %(token)s"
 
 # If the holder freezes between its finishing statement and COMMIT, the server disconnects it within half a lease. Whatever a
-# body has SET, this commit waits for the disk.
+# body has SET, this commit waits for the disk, and says so if no standby has confirmed it (`note_warning`).
 SETTINGS = """settings AS (
     SELECT set_config('idle_in_transaction_session_timeout', %(idle_ms)s, true),
-           set_config('synchronous_commit', 'on', true)
+           set_config('synchronous_commit', 'on', true), set_config('client_min_messages', 'warning', true)
 )"""
 
 # Raises division_by_zero if it matches no row, so that no COMMIT can follow.
@@ -61,7 +61,7 @@ SELECT 1 / count(*) FROM finished
 # The same as a separate statement, before a statement that locks what others wait for.
 IDLE_LIMIT = """
 SELECT set_config('idle_in_transaction_session_timeout', %(idle_ms)s, true) AS idle,
-       set_config('synchronous_commit', 'on', true) AS flush
+       set_config('synchronous_commit', 'on', true) AS flush, set_config('client_min_messages', 'warning', true) AS warn
 """
 
 

@@ -25,6 +25,7 @@ from tests.cells.conftest import Cells, Count, Serve
 from tests.cells.test_page import call, close, copy, run_all, run_sql
 from tests.support.celled import app, deposit
 from tests.support.operators import ANN
+from tests.support.partitions import put_into_partitions
 from tests.support.processes import eventually
 
 COPIED = ("records", "former_fingerprints", "saga_events", "api_keys", "webhook_endpoints", "webhook_secrets")
@@ -35,6 +36,29 @@ SAME_EVERYWHERE = {"text", "integer", "smallint", "bigint", "boolean", "uuid", "
 def scalar(engine: Engine, query: str) -> Any:
     with engine.connect() as connection:
         return connection.execute(text(query)).scalar_one()
+
+
+@pytest.mark.parametrize("partitioned", [("eu",), ("us",), ("eu", "us")])
+def test_a_tenant_moves_between_cells_of_which_either_is_in_partitions(
+    serve: Serve,
+    cells: Cells,
+    engines: dict[str, Engine],
+    count: Count,
+    monkeypatch: pytest.MonkeyPatch,
+    partitioned: tuple[str, ...],
+) -> None:
+    for each in partitioned:
+        put_into_partitions(cells[each]["database_url"])
+    serve("eu")
+    call(engines["eu"], "spent")
+    run_all(cells, "eu")
+    close(cells)
+    copy(cells)
+    monkeypatch.setenv("MOVED", json.dumps({"eu-acme": "us"}))
+    serve("us")
+    call(engines["us"], "spent")
+    run_all(cells, "us")
+    assert (count("eu", "spent"), count("us", "spent")) == (1, 0)
 
 
 def test_what_is_copied_cannot_be_changed_any_more_once_it_is_closed(

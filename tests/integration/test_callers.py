@@ -434,6 +434,18 @@ def test_a_caller_connected_to_the_same_database_under_another_name_is_accepted(
     assert rows() == [("outbox", CARD)]
 
 
+@pytest.mark.direct
+@pytest.mark.parametrize("options", ["-c timezone=Asia/Tokyo", "-c datestyle=German"])
+def test_a_caller_at_home_is_accepted_however_its_session_writes_times(
+    bank: Celery, database: str, options: str, rows: Rows
+) -> None:
+    engine = create_engine(make_url(database).set(host="localhost"), connect_args={"options": options})
+    with Session(engine) as session, session.begin():
+        b.deposit.enqueue(session, account=CARD)
+    engine.dispose()
+    assert rows() == [("outbox", CARD)]
+
+
 def test_a_pipeline_in_autocommit_mode_is_refused(bank: Celery, database: str, rows: Rows) -> None:
     """Its sync would commit the message alone."""
     with psycopg.connect(plain(database), autocommit=True) as connection, connection.pipeline():

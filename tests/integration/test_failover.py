@@ -24,11 +24,12 @@ from idempotency.broker.channel import BrokerChannel, InQueue
 from idempotency.broker.publisher import Publisher
 from idempotency.checks.broker import check_broker
 from idempotency.checks.findings import Level
-from idempotency.checks.redis import check_redis
+from idempotency.checks.redis import _sentinels, check_redis
 from idempotency.checks.standbys import check_counts, check_hosts, check_standbys
 from idempotency.errors import BrokerUnavailable
 from idempotency.letters.consumer import DeadLetterConsumer
 from idempotency.relay.relay import Relay
+from idempotency.sentinel import Watch
 from idempotency.settings import Settings
 from idempotency.store.overview import Snapshot
 from idempotency.upkeep.overview import ask_broker
@@ -88,7 +89,10 @@ def found(pair: PostgresPair, bank: Celery) -> set[str]:
 
 
 def test_the_doctor_says_what_a_failover_would_lose(pair: PostgresPair, bank: Celery) -> None:
-    whole = {"database standbys: 1 connected, 1 synchronous", "database hosts: 2 answer, one takes writes"}
+    whole = {
+        f"database standbys: 1 connected, synchronous: {pair.standby.standby_name}",
+        "database hosts: 2 answer, one takes writes",
+    }
     assert found(pair, bank) == whole
     pair.require_standby(False)
     pair.wait_for_standby()
@@ -235,6 +239,27 @@ def test_hints_follow_the_primary_and_the_doctor_counts_the_sentinels(trio: Sent
     assert works(hints)
     for each in trio.sentinels[1:]:
         each.start()
+
+
+@pytest.mark.long
+def test_the_doctor_counts_the_sentinels_of_the_address_that_answer(trio: SentinelSet) -> None:
+    login, _, rest = trio.url.partition("://")[2].rpartition("@")
+    hosts, _, name = rest.partition("/")
+    address = f"sentinel://{login}@{hosts.split(',')[0]},127.0.0.1:1,127.0.0.1:2/{name}"
+    settings = Settings.read({"database_url": "postgresql+psycopg://127.0.0.1/shop", "redis_url": address})
+    assert settings.redis_url is not None
+    url, expected = settings.redis_url, [(Level.WARNING, "1 of 3 answer")]
+
+    def said() -> bool:
+        return [(each.level, each.found) for each in check_redis(url) if each.subject == "redis sentinels"] == expected
+
+    eventually(said, what="also where another test has just started some")
+
+
+def test_the_doctor_wants_a_majority_of_the_sentinels_to_be_up() -> None:
+    watched = Watch(sentinels=7, up=3, quorum=2, replicas=1, answer=3, named=3)
+    assert [(each.level, each.found) for each in _sentinels(watched)] == [(Level.WARNING, "3 of 7 are up")]
+    assert [each.level for each in _sentinels(watched._replace(up=4))] == [Level.OK]
 
 
 @pytest.mark.long

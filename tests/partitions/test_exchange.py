@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from sqlalchemy import Connection, create_engine, make_url
-from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import DBAPIError, IntegrityError
 from sqlalchemy.pool import NullPool
 
 from idempotency.errors import SettingsError
@@ -22,6 +22,7 @@ from idempotency.store.rights import APPLICATION
 from tests.partitions.test_claims import found
 from tests.partitions.test_conversion import connection as connection
 from tests.support import operations as op
+from tests.support.documents import blocks
 from tests.support.operations import completed, new_id
 from tests.support.partitions import into_the_past, put_into_partitions
 from tests.support.roles import PASSWORDS, url_of
@@ -64,7 +65,8 @@ IN_THE_WAY = (
     ),
     ("CREATE TABLE public.notes (one {records}, many {records}[])", "table public.notes"),
     ("CREATE TABLE public.heir () INHERITS ({records})", "table public.heir"),
-    ("ALTER TABLE {records} ADD CONSTRAINT no_such CHECK (tenant <> 'closed') NOT VALID", "constraint no_such"),
+    ("ALTER TABLE {records} ADD CONSTRAINT no_such CHECK (tenant <> 'closed') NO INHERIT", "constraint no_such"),
+    ("ALTER TABLE {records} ADD CONSTRAINT whole CHECK (records IS DISTINCT FROM NULL)", "constraint whole"),
     ("ALTER TABLE {records} ADD CONSTRAINT once UNIQUE (fence)", "constraint once"),
     ("CREATE UNIQUE INDEX once ON {records} (fence)", "index once"),
     (
@@ -169,6 +171,17 @@ def test_a_view_keeps_its_options_and_shows_no_other_tenant(plain: str, connecti
         application.exec_driver_sql("SET idempotency.tenant = 'mine'")
         assert list(application.exec_driver_sql("SELECT tenant FROM public.ended ORDER BY 1").scalars()) == ["mine"]
     assert connection.exec_driver_sql(options).scalar_one() == before
+
+
+def test_the_constraint_of_a_tenant_that_has_moved_goes_along(plain: str, connection: Connection) -> None:
+    close, _, reopen = blocks("docs/cells.md", "sql")
+    connection.connection.driver_connection.execute(close)  # type: ignore[union-attr]
+    put_into_partitions(plain)
+    with pytest.raises(IntegrityError, match="acme_has_moved"):
+        completed(connection, new_id("acme"))
+    completed(connection, new_id("other"))
+    connection.connection.driver_connection.execute(reopen)  # type: ignore[union-attr]
+    completed(connection, new_id("acme"))
 
 
 @pytest.mark.parametrize("forced", ["FORCE", "NO FORCE"])

@@ -14,7 +14,7 @@ COMPATIBLE_FROM = "0016"
 # The partition of rows for which there is no other.
 DEFAULT = "records_otherwise"
 # Raised with each change of what follows, so that `migrate` and the doctor know functions of an earlier checkout.
-VERSION = 2
+VERSION = 3
 # When all rows there were placed: a time that belongs to no other partition ever. So Postgres knows, by a CHECK, that none of them
 # belongs to a partition that is made, and reads none of them while claims wait. (Not 'infinity', which psycopg does not read.)
 OTHERWISE = "9000-01-01 00:00:00+00"
@@ -163,8 +163,9 @@ BEGIN
     -- autovacuum's, say: a partitioned table has none itself
     SELECT 'WITH (' || array_to_string(c.reloptions, ', ') || ')' INTO options FROM pg_class c
     WHERE c.oid = '{PARTITIONS}.{DEFAULT}'::regclass;
-    EXECUTE format('CREATE TABLE {PARTITIONS}.%I (LIKE idempotency.records INCLUDING DEFAULTS INCLUDING STORAGE) %s',
-        of_partition, options);
+    -- CHECKs, too, as of a tenant that has moved to another cell: without them, it could not be attached
+    EXECUTE format('CREATE TABLE {PARTITIONS}.%I
+        (LIKE idempotency.records INCLUDING CONSTRAINTS INCLUDING DEFAULTS INCLUDING STORAGE) %s', of_partition, options);
     -- PARTITION OF would lock out all claims for as long as this takes. What follows takes a moment, however full the default one is.
     EXECUTE format('ALTER TABLE idempotency.records ATTACH PARTITION {PARTITIONS}.%I FOR VALUES FROM (%L) TO (%L)',
         of_partition, begins, ends);
