@@ -47,9 +47,21 @@ class ObjectStore(Protocol):
         """
 
 
+@runtime_checkable
+class Located(Protocol):
+    """A store that says where it is, so that two can be compared."""
+
+    @property
+    def where(self) -> str:
+        """With a `/` at its end; all that it has begins so."""
+
+
 def object_store(address: str) -> ObjectStore:
     """The store at `file:///a/directory` or `s3://bucket/prefix`. Does not connect. Raises `ValueError`."""
-    parts = urlsplit(address)
+    try:
+        parts = urlsplit(address)
+    except ValueError:  # whose text has parts of the address
+        raise ValueError("must be file:///a/directory or s3://bucket/prefix") from None
     if parts.query or parts.fragment or "@" in parts.netloc:
         raise ValueError("must be file:///a/directory or s3://bucket/prefix, and nothing else")
     if parts.scheme == "file" and not parts.netloc and parts.path.startswith("/"):
@@ -61,6 +73,17 @@ def object_store(address: str) -> ObjectStore:
 
         return Bucket(parts.netloc, parts.path.strip("/"))
     raise ValueError("must be file:///a/directory or s3://bucket/prefix")
+
+
+def are_one_place(one: ObjectStore | None, other: ObjectStore | None) -> bool:
+    """Whether two stores are one place, or one of them is in the other, as far as this library knows their kinds."""
+    if one is None or other is None or one is other:
+        return one is not None and one is other
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, Located) and isinstance(other, Located):
+        return one.where.startswith(other.where) or other.where.startswith(one.where)
+    return vars(one) == vars(other)
 
 
 def keep(store: ObjectStore, text: str) -> str:
