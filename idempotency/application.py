@@ -118,9 +118,7 @@ def serve_cell(app: Celery, cell: str | None) -> None:
 
 def _settings_of_callers(app: Celery) -> Settings:
     """The settings as a process without a cell has them: of any cell, to find a tenant's by."""
-    return settings_of(app, cell=next(iter(cells_given(app.conf[f"{PREFIX}cells"])), "")).model_copy(
-        update={"cell": None}
-    )
+    return settings_of(app, cell=next(iter(cells_given(app.conf[f"{PREFIX}cells"])))).model_copy(update={"cell": None})
 
 
 def serves_no_cell(app: Celery) -> bool:

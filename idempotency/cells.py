@@ -110,7 +110,7 @@ def cells_given(value: Any) -> Mapping[str, Any]:
     if isinstance(value, str):
         with suppress(ValueError, RecursionError):  # neither says that it is not, which is said below
             given = json.loads(value)
-    if not isinstance(given, Mapping):
+    if not isinstance(given, Mapping) or not given:
         raise SettingsError(
             "idempotency_cells: must be a mapping from each cell's name to its settings, or JSON of one"
         )
@@ -139,7 +139,8 @@ def check_agree(cells: Mapping[str, Cell], cell_of: CellOf | None, cell: str | N
         raise ValueError("cells: the name of each must be printable text")
     if cell is not None and cell not in cells:
         raise ValueError(f"cell: {cell!r} is none of {', '.join(cells)}")
-    if isinstance(cell_of, Mapping) and (unknown := [each for each in cell_of.values() if each not in list(cells)]):
+    names = list(cells)  # which a value that cannot be hashed is not in
+    if isinstance(cell_of, Mapping) and (unknown := [each for each in cell_of.values() if each not in names]):
         raise ValueError(f"cell_of: {min(unknown, key=str)!r} is none of {', '.join(cells)}")
     endpoints = {name: cell.endpoints for name, cell in cells.items()}
     for one, other in combinations(endpoints, 2):

@@ -81,7 +81,7 @@ def _of_each_cell(app: Celery) -> list[Finding]:
         except SettingsError as error:
             settings, of_all = read_settings(app)
             if settings is None:  # the cells are read together
-                return of_all
+                return findings + of_all
             found = refused(app, error)
         else:
             if (database := _identity(app, found)) is not None and (

@@ -47,15 +47,6 @@ class ObjectStore(Protocol):
         """
 
 
-@runtime_checkable
-class Located(Protocol):
-    """A store that says where it is, so that two can be compared."""
-
-    @property
-    def where(self) -> str:
-        """With a `/` at its end; all that it has begins so."""
-
-
 def object_store(address: str) -> ObjectStore:
     """The store at `file:///a/directory` or `s3://bucket/prefix`. Does not connect. Raises `ValueError`."""
     try:
@@ -76,14 +67,14 @@ def object_store(address: str) -> ObjectStore:
 
 
 def are_one_place(one: ObjectStore | None, other: ObjectStore | None) -> bool:
-    """Whether two stores are one place, or one of them is in the other, as far as this library knows their kinds."""
-    if one is None or other is None or one is other:
-        return one is not None and one is other
-    if type(one) is not type(other):
+    """Whether two stores are one place, or one of them is in the other, as far as their kinds tell."""
+    if one is None or other is None:
         return False
-    if isinstance(one, Located) and isinstance(other, Located):
-        return one.where.startswith(other.where) or other.where.startswith(one.where)
-    return vars(one) == vars(other)
+    # of this library's own: what all their objects' addresses begin with
+    places = [str(where) for each in (one, other) if (where := getattr(each, "where", None)) is not None]
+    if len(places) == 2:
+        return places[0].startswith(places[1]) or places[1].startswith(places[0])
+    return type(one) is type(other) and getattr(one, "__dict__", one) == getattr(other, "__dict__", other)
 
 
 def keep(store: ObjectStore, text: str) -> str:

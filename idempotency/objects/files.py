@@ -23,6 +23,7 @@ class Files:
 
     @property
     def where(self) -> str:
+        """What the addresses of all its objects begin with."""
         return f"{os.path.realpath(self._directory).rstrip('/')}/"
 
     def put(self, name: str, data: bytes) -> None:

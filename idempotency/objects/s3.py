@@ -35,6 +35,7 @@ class Bucket:
 
     @property
     def where(self) -> str:
+        """What the addresses of all its objects begin with."""
         return f"{self._bucket}/{self._prefix}"
 
     def put(self, name: str, data: bytes) -> None:

@@ -200,7 +200,14 @@ def test_settings_of_cells_may_be_json_as_from_the_environment() -> None:
 
 @pytest.mark.parametrize(
     "given",
-    ["postgresql+psycopg://u:S3CRET@h/x", '["S3CRET"]', ["S3CRET"], {"eu": "amqp://u:S3CRET@h"}, {"eu": ["S3CRET"]}],
+    [
+        "postgresql+psycopg://u:S3CRET@h/x",
+        '["S3CRET"]',
+        ["S3CRET"],
+        {"eu": "amqp://u:S3CRET@h"},
+        {"eu": ["S3CRET"]},
+        "{}",
+    ],
 )
 def test_cells_of_another_type_are_refused_by_name_and_not_shown(given: Any) -> None:
     app = celled(idempotency_cells=given, idempotency_cell="eu")
