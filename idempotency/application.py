@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from .attempt.runtime import Runtime
+from .cells import cells_given
 from .errors import SettingsError
 from .framework import framework
 from .settings import PREFIX, Settings
@@ -71,16 +72,19 @@ def _of_cell(given: dict[str, Any], cell: str | None) -> dict[str, Any]:
     """The settings with those of the cell over them; what they are not, `Settings.read` says."""
     if common := sorted(_EACH_CELLS_OWN & given.keys()):
         raise SettingsError(f"{PREFIX}{common[0]}: each cell has its own, in {PREFIX}cells")
-    cells, serves = given["cells"], cell or given.get("cell")
+    cells, serves = cells_given(given["cells"]), cell or given.get("cell")
     names = ", ".join(map(str, cells))
     if serves is None:
         raise SettingsError(
             f"{PREFIX}cell: this process serves none of {names}; set IDEMPOTENCY_CELL, and call use_cells(app) after the "
             "configuration. Without a cell there are only enqueue and handles, for a tenant that is named"
         )
-    if not isinstance(cells, Mapping) or not isinstance(own := cells.get(serves), Mapping):
+    if serves not in cells:
         raise SettingsError(f"{PREFIX}cell: {serves!r} is none of {names}")
-    return {**given, **{name: value for name, value in own.items() if name != "broker_url"}, "cell": serves}
+    if not isinstance(own := cells[serves], Mapping):
+        raise SettingsError(f"{PREFIX}cells.{serves}: must be a mapping from the names of settings to their values")
+    own = {name: value for name, value in own.items() if name != "broker_url"}
+    return {**given, **own, "cells": cells, "cell": serves}
 
 
 def use_cells(app: Celery) -> None:
@@ -114,7 +118,7 @@ def serve_cell(app: Celery, cell: str | None) -> None:
 
 def _settings_of_callers(app: Celery) -> Settings:
     """The settings as a process without a cell has them: of any cell, to find a tenant's by."""
-    return settings_of(app, cell=next(iter(app.conf[f"{PREFIX}cells"]))).model_copy(update={"cell": None})
+    return settings_of(app, cell=next(iter(cells_given(app.conf[f"{PREFIX}cells"])))).model_copy(update={"cell": None})
 
 
 def serves_no_cell(app: Celery) -> bool:
@@ -133,14 +137,15 @@ def runtime_of(app: Celery) -> Runtime:
 def runtime_for(app: Celery, tenant: str | None) -> Runtime:
     """The runtime of the cell that a tenant is of: `Session(runtime_for(app, tenant).engine)` is a session to enqueue with.
 
-    Where there are no cells, that of the application. Raises `WrongCell` for a tenant that is in no cell, or of another one than
-    this process serves; and `SettingsError`, also in a process without a cell for no tenant.
+    Where there are no cells, that of the application; for no tenant, that of the process's cell, whose own `tenant` counts. Raises
+    `WrongCell` for a tenant that is in no cell, or of another one than this process serves; and `SettingsError`, also in a process
+    without a cell for no tenant.
     """
     # a process that has opened its own serves a cell, or there are none: asked first, because it costs less
     if tenant is None or _of_this_process(app) is not None or not serves_no_cell(app):
         runtime = runtime_of(app)
-        if tenant is not None:
-            runtime.settings.check_cell(tenant)
+        # a cell's own tenant may be another cell's
+        runtime.settings.check_cell(runtime.settings.tenant if tenant is None else tenant)
         return runtime
     cell = _cells_of(app).settings.cell_for(tenant)
     assert cell is not None

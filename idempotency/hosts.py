@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
 from string import ascii_letters, digits
-from typing import Self
+from typing import Any, Self
 
 Address = IPv4Address | IPv6Address
 Network = IPv4Network | IPv6Network
@@ -50,11 +51,33 @@ def is_loopback(host: str) -> bool:
         return False
 
 
+def one_name(host: str) -> str:
+    """A host as all its spellings are: in small letters, a number in its shortest form, and `localhost` for the usual numbers."""
+    name = host.lower().removeprefix("[").removesuffix("]").removesuffix(".")
+    with suppress(ValueError):
+        name = str(ip_address(name))
+    return "localhost" if name in ("127.0.0.1", "::1") else name
+
+
+def libpq_parameters(given: Mapping[str, Any]) -> dict[str, str]:
+    """What libpq connects with: what it is given, and for the rest what the environment says.
+
+    A service that is given goes before the environment, and libpq alone reads its file: then only what is given counts. What
+    PGSERVICE names is in libpq's defaults.
+    """
+    from psycopg.pq import Conninfo  # not every process that reads a setting about hosts has a database
+
+    said = {name: str(value) for name, value in given.items() if value is not None}
+    if said.get("service"):
+        return said
+    return {each.keyword.decode(): each.val.decode() for each in Conninfo.get_defaults() if each.val} | said
+
+
 def check_hosts(entries: tuple[str, ...]) -> tuple[str, ...]:
     """Names, addresses and networks as a setting has them. Raises `ValueError` for anything else."""
     for each in entries:
-        if "/" in each:
-            ip_network(each)  # a ValueError says what is wrong
+        if "/" in each and "//" not in each and "@" not in each:
+            ip_network(each)  # a ValueError says what is wrong, and shows it
         elif not each.isascii() or not set(each) <= {*ascii_letters, *digits, *"-_.:"}:
             raise ValueError("each must be the name of a host in ASCII, an address, or a network like 10.1.0.0/16")
     return entries

@@ -4,25 +4,31 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from ipaddress import ip_address
 from itertools import zip_longest
 from pathlib import Path
 from string import Formatter
 from typing import Annotated, Any, TypeVar
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, ImportString, SecretStr, TypeAdapter
+from pydantic import AfterValidator, BeforeValidator, ImportString, SecretStr, TypeAdapter, ValidationError
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError
 from sqlalchemy.orm import Session, sessionmaker
 
 from . import objects
 from .errors import CallRefused
-from .hosts import is_loopback
+from .hosts import is_loopback, libpq_parameters
 from .objects import ObjectStore
 from .tls import sentinel_options
 from .wire.keys import check_key
 
 NOT_AN_ADDRESS = "not an address"
+SEVERAL_VIRTUAL_HOSTS = "names several virtual hosts: each address behind a ; has to name the same"
+_EACH_A_PORT = (
+    "hosts and ports cannot be told from each other; they go behind the name, a port for each host: "
+    "/shop?host=one,two&port=5432,5432, and ::1 without brackets"
+)
 # Bytes. It is part of a queue's name, of at most 255.
 SERVICE_LIMIT = 200
 # Characters of a secret that signs messages: as many as the hash has bytes (RFC 2104, section 3).
@@ -75,25 +81,46 @@ def oidc_keys(value: str) -> str:
 
 def database_address(value: SecretStr) -> SecretStr:
     try:
-        if (driver := make_url(value.get_secret_value()).get_dialect().driver) == "psycopg":
-            database_hosts(value.get_secret_value())
+        driver = make_url(value.get_secret_value()).get_dialect().driver
     except (ArgumentError, ValueError):
         if _SEVERAL_HOSTS.search(value.get_secret_value()):
             raise ValueError("several hosts go behind the name: /shop?host=one:5432&host=two:5432") from None
         raise ValueError(NOT_AN_ADDRESS) from None  # the original message contains parts of the address
     if driver != "psycopg":
         raise ValueError("must be a Postgres address with the driver psycopg: postgresql+psycopg://")
+    database_at(value.get_secret_value())
     return value
 
 
-def database_hosts(address: str) -> list[tuple[str | None, int]]:
-    """The hosts of an address that `database_address` accepts, with their ports, in its order; None: libpq's default."""
+def database_at(address: str) -> tuple[str, list[tuple[str | None, int]]]:
+    """The database of an address, and its servers with their ports, in its order, as libpq has them; None: libpq's default.
+
+    Raises `ValueError` where SQLAlchemy cannot say it, or takes a port for a part of a name.
+    """
     url = make_url(address)
-    _, given = url.get_dialect()().create_connect_args(url)
-    hosts, ports = (str(given.get(name) or "").split(",") for name in ("host", "port"))
-    return [
-        (host or None, int(port or 5432)) for host, port in zip_longest(hosts, ports[: len(hosts)], fillvalue=ports[0])
-    ]
+    try:
+        _, given = url.get_dialect()().create_connect_args(url)
+        said = libpq_parameters(given)
+        hosts, numbers, ports = (said.get(name, "").split(",") for name in ("host", "hostaddr", "port"))
+        several = list(zip_longest(numbers, hosts, fillvalue=""))
+        # libpq takes one port for all, or one for each
+        each_port = [int(port or 5432) for port in (ports if len(ports) == len(several) else ports[:1] * len(several))]
+    except (ArgumentError, ValueError):
+        raise ValueError(_EACH_A_PORT) from None
+    if any(":" in name and not name.startswith(("/", "@")) and not _is_number(name) for name in numbers + hosts):
+        raise ValueError(_EACH_A_PORT)
+    # a number is what is connected to; where a service leads, its file alone says
+    away = f"service {said['service']}" if said.get("service") else None
+    servers = [(number or host or away, port) for (number, host), port in zip(several, each_port, strict=True)]
+    return said.get("dbname") or said.get("user") or "", servers
+
+
+def _is_number(host: str) -> bool:
+    try:
+        ip_address(host)
+    except ValueError:
+        return False
+    return True
 
 
 def separated(value: Any) -> Any:
@@ -104,6 +131,23 @@ def long_enough(value: tuple[SecretStr, ...]) -> tuple[SecretStr, ...]:
     if any(len(each.get_secret_value()) < SECRET_LENGTH for each in value):
         raise ValueError(f"each must have at least {SECRET_LENGTH} characters")
     return value
+
+
+def is_shown(value: Any) -> bool:
+    """Whether a value may be in an error: not what may be an address, with a password in it."""
+    return not any(mark in repr(value) for mark in ("://", "@"))
+
+
+def imported(value: Any) -> Any:
+    """What a name such as "yourapp.db:engine" leads to; anything but a text is that itself."""
+    try:
+        return _IMPORTED.validate_python(value)
+    except ValidationError as error:  # pydantic's own text has the value in it
+        why = error.errors()[0]["msg"] if is_shown(value) else "must be a name that can be imported, not an address"
+        raise ValueError(why) from None
+
+
+Imported = Annotated[ImportString[Any], BeforeValidator(imported)]
 
 
 def engine(value: Any) -> Any:
@@ -117,7 +161,7 @@ def traces(value: Any) -> Any:
         return value
     if isinstance(value, str) and value.lower() in ("true", "false"):
         return value.lower() == "true"
-    function = _IMPORTED.validate_python(value)
+    function = imported(value)
     if not callable(function):
         raise ValueError("must be true, false, or a function that sets up a tracer provider, or its name")
     return function
@@ -137,7 +181,7 @@ def object_store(value: Any) -> Any:
     if value is None:
         return None
     is_address = isinstance(value, str) and ("/" in value or value.startswith(("file:", "s3:")))
-    store = objects.object_store(value) if is_address else _IMPORTED.validate_python(value)
+    store = objects.object_store(value) if is_address else imported(value)
     if isinstance(store, type) or not isinstance(store, ObjectStore):
         raise ValueError("must be file:///a/directory, s3://bucket/prefix, or an ObjectStore or the name of one")
     return store
@@ -183,7 +227,13 @@ def sentinels(address: str, *, encrypted: bool = True) -> tuple[list[tuple[str, 
         raise ValueError("must be sentinel://[user:password@]host:port[,host:port]/primary[/database]")
     if not all(encrypted and each.startswith("ssl_") for each in options.split("&") if each):
         raise ValueError("may have options only as sentinels://, and only those of TLS, as ?ssl_ca_certs=FILE")
-    return [(host, int(port)) for host, _, port in pairs], login, name, int(database or 0)
+    # a socket wants ::1 without its brackets
+    return (
+        [(host.removeprefix("[").removesuffix("]"), int(port)) for host, _, port in pairs],
+        login,
+        name,
+        int(database or 0),
+    )
 
 
 def _sentinels(scheme: str, rest: str) -> None:

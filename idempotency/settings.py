@@ -18,20 +18,18 @@ from pydantic import (
     ConfigDict,
     Field,
     FilePath,
-    ImportString,
     InstanceOf,
     SecretStr,
     ValidationError,
     model_validator,
 )
-from sqlalchemy.engine import make_url
 from sqlalchemy.orm import Session
 
 from . import setting_values as values
 from .cells import Cell, CellOfSetting, check_agree, which
 from .errors import SettingsError, WrongCell
 from .hosts import check_hosts
-from .objects import ObjectStore
+from .objects import ObjectStore, are_one_place
 from .setting_values import StoreAddress, WebAddress
 from .wire.results import LONGEST as LONGEST_RESULT
 
@@ -49,10 +47,10 @@ class Settings(BaseModel):
     database_url: Annotated[SecretStr, AfterValidator(values.database_address)]
     # Called instead of SQLAlchemy's create_engine, with the same arguments, and returns the Engine: for passwords that
     # expire, connect arguments, or listeners of your own. Or its name, "yourapp.db:engine".
-    engine: Annotated[ImportString[Any], AfterValidator(values.engine)] | None = None
+    engine: Annotated[values.Imported, AfterValidator(values.engine)] | None = None
     # The class of `self.session`: a subclass of Session, or a sessionmaker, whose class and options are used and whose
     # bind is not. Or its name.
-    session: Annotated[ImportString[Any], AfterValidator(values.session)] = Session
+    session: Annotated[values.Imported, AfterValidator(values.session)] = Session
     # Redis only saves work; without it, every claim and duplicate goes to Postgres. redis://…, rediss://… or, behind Sentinel,
     # sentinel://[user:password@]host:port[,host:port]/primary, sentinels:// with TLS.
     redis_url: Annotated[SecretStr, AfterValidator(values.redis_address)] | None = None
@@ -273,11 +271,11 @@ class Settings(BaseModel):
             raise ValueError("people_file and oidc_issuer: one of them, or two names may be one person")
         if bool(self.web_url) != bool(self.web_secret) or (self.web_secret and not self.oidc_issuer):
             raise ValueError("web_url and web_secret: both or neither, and with oidc_issuer, by which people log in")
-        mine, relays = self.store_results_at, self.large_results_at
-        if mine is not None and (mine is relays or (type(mine) is type(relays) and vars(mine) == vars(relays))):
-            raise ValueError(
-                "store_results_at must not be large_results_at, where a relay deletes what it does not know"
-            )
+        for relays in (self.large_results_at, *(cell.large_results_at for cell in self.cells.values())):
+            if are_one_place(self.store_results_at, relays):
+                raise ValueError(
+                    "store_results_at must not be large_results_at, where a relay deletes what it does not know"
+                )
         if self.longest_run < self.lease:
             raise ValueError(f"max_run must not be below lease: max_run={self.max_run} lease={self.lease}")
         check_agree(self.cells, self.cell_of, self.cell)
@@ -308,16 +306,16 @@ class Settings(BaseModel):
             return cls(**given)
         except ValidationError as error:
             problems = error.errors(include_url=False, include_context=False, include_input=False)
+            # what a cell gives is read as its own and as the process's
+            of_cells = {each["loc"][2] for each in problems if each["loc"][:1] == ("cells",) and len(each["loc"]) > 2}
+            problems = [each for each in problems if len(each["loc"]) != 1 or each["loc"][0] not in of_cells]
             raise SettingsError("\n".join(map(_describe, problems))) from None
 
     @property
     def database_name(self) -> str:
         """The database as `host:port/name`, without credentials; of several hosts, in whatever order they are given."""
-        url = make_url(self.database_url.get_secret_value())
-        if len(hosts := values.database_hosts(self.database_url.get_secret_value())) > 1:
-            return f"{','.join(sorted(f'{host}:{port}' for host, port in hosts))}/{url.database}"
-        host, port = (getattr(url, name) or url.query.get(name) for name in ("host", "port"))
-        return f"{host}:{port}/{url.database}"
+        name, servers = values.database_at(self.database_url.get_secret_value())
+        return f"{','.join(sorted(f'{host}:{port}' for host, port in servers))}/{name}"
 
     @property
     def owner(self) -> str:

@@ -14,7 +14,7 @@ from kombu import Connection
 from ..broker.channel import BROKER_ERRORS, brokers, connect
 from ..errors import SettingsError
 from ..hosts import is_loopback
-from ..setting_values import NOT_AN_ADDRESS
+from ..setting_values import NOT_AN_ADDRESS, SEVERAL_VIRTUAL_HOSTS
 from ..settings import Settings
 from .findings import Finding, ok, refusal, warning
 from .queues import check_real_queues
@@ -29,8 +29,11 @@ def require_broker_address(app: Celery) -> None:
     """Raise `SettingsError` for an invalid broker address: kombu's own error would show parts of it."""
     try:
         _speaks_amqp(app)
+        apart = _led_apart(app)
     except ValueError:
         raise SettingsError(f"broker_url: {NOT_AN_ADDRESS}") from None
+    for setting in apart:
+        raise SettingsError(f"{setting}: {SEVERAL_VIRTUAL_HOSTS}")
 
 
 def check_broker_settings(app: Celery) -> tuple[bool, list[Finding]]:
@@ -40,12 +43,13 @@ def check_broker_settings(app: Celery) -> tuple[bool, list[Finding]]:
             found = "not RabbitMQ: no delivery limit, no dead-letter queue and no confirms"
             late = "a killed worker's messages come back only after the visibility time-out"
             return False, [warning("broker", found, f"good enough for trying things out; {late}")]
+        findings = [refusal(setting, SEVERAL_VIRTUAL_HOSTS, "correct it") for setting in _led_apart(app)]
     except ValueError:
         return False, [refusal("broker_url", NOT_AN_ADDRESS, "correct it")]
-    if (app.conf.broker_transport_options or {}).get("confirm_publish"):
-        return True, []
-    advice = "a message that the broker does not accept would be lost silently"
-    return True, [refusal("broker_transport_options", "confirm_publish off, need True", advice)]
+    if not (app.conf.broker_transport_options or {}).get("confirm_publish"):
+        advice = "a message that the broker does not accept would be lost silently"
+        findings.append(refusal("broker_transport_options", "confirm_publish off, need True", advice))
+    return True, findings
 
 
 def check_signatures(app: Celery, given: Settings) -> list[Finding]:
@@ -93,6 +97,23 @@ def _speaks_amqp(app: Celery) -> bool:
         return bool(app.connection_for_write().transport.driver_type == "amqp")
     except KeyError:  # kombu's, for a value of ssl_cert_reqs
         raise ValueError(NOT_AN_ADDRESS) from None
+
+
+def _led_apart(app: Celery) -> list[str]:
+    """The settings whose addresses lead to several virtual hosts: after a failover, a worker would be at other queues.
+
+    Does not connect; raises `ValueError` for an invalid address.
+    """
+    try:
+        names = {
+            setting: {
+                each.virtual_host or "/" for each in alternatives(app, url) if each.transport.driver_type == "amqp"
+            }
+            for setting, url in broker_addresses(app).items()
+        }
+    except KeyError:  # kombu's, for a value of ssl_cert_reqs
+        raise ValueError(NOT_AN_ADDRESS) from None
+    return [setting for setting, found in names.items() if len(found) > 1]
 
 
 def check_broker(app: Celery) -> list[Finding]:

@@ -6,11 +6,14 @@ arguments, and the settings of an application's own database sessions.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 
 from celery import Celery
+from sqlalchemy.exc import DBAPIError
 
 from ..application import close_runtime, serve_cell, serves_no_cell
+from ..cells import cells_given
 from ..errors import SettingsError
 from ..settings import PREFIX, Settings
 from ..store.connections import login
@@ -18,10 +21,10 @@ from ..streams.declaring import declared_streams
 from ..worker.deduplicated import deduplicated_tasks
 from ..worker.task import idempotent_tasks
 from .broker import check_broker, check_broker_settings, check_remote_control, check_signatures
-from .findings import Finding, Level, warning
+from .findings import Finding, Level, refusal, warning
 from .objects import check_objects
 from .people import check_operators, check_people
-from .postgres import check_database
+from .postgres import check_database, identity
 from .processes import check_processes
 from .queues import check_declared_queues
 from .redis import check_redis
@@ -36,6 +39,7 @@ from .settings import (
     check_schedule,
     check_webhooks,
     read_settings,
+    refused,
 )
 from .standbys import check_hosts, check_target
 from .stores import check_stores
@@ -54,18 +58,51 @@ def doctor(app: Celery) -> list[Finding]:
     app.loader.import_default_modules()  # registers the tasks
     if not serves_no_cell(app):
         return _worst_first(_doctor(app))
-    findings, before = [], dict(app.conf.changes)
+    before = dict(app.conf.changes)
     try:
-        for cell in list(app.conf[f"{PREFIX}cells"]):
-            serve_cell(app, cell)
-            findings += [replace(each, subject=f"{cell}: {each.subject}") for each in _doctor(app)]
-    except SettingsError:
-        findings += read_settings(app)[1]
+        return _worst_first(_of_each_cell(app))
     finally:
         close_runtime(app)
         app.conf.changes.clear()
         app.conf.changes.update(before)
-    return _worst_first(findings)
+
+
+def _of_each_cell(app: Celery) -> list[Finding]:
+    findings: list[Finding] = []
+    databases: dict[str, str] = {}  # what each says that it is, and the first cell that has it
+    try:
+        cells = cells_given(app.conf[f"{PREFIX}cells"])
+    except SettingsError as error:
+        return refused(app, error)
+    for cell in cells:
+        try:
+            serve_cell(app, cell)
+            found = _doctor(app)
+        except SettingsError as error:
+            settings, of_all = read_settings(app)
+            if settings is None:  # the cells are read together
+                return findings + of_all
+            found = refused(app, error)
+        else:
+            if (database := _identity(app, found)) is not None and (
+                other := databases.setdefault(database, cell)
+            ) != cell:
+                advice = "each cell has its own; correct one of the two addresses"
+                found.append(refusal("database", f"is that of {other}, too, by another address", advice))
+        findings += [replace(each, subject=f"{cell}: {each.subject}") for each in found]
+    return findings
+
+
+def _identity(app: Celery, found: list[Finding]) -> str | None:
+    """What the database of the cell that is served says that it is; None where it was not to be asked, or is refused."""
+    settings, _ = read_settings(app)
+    if settings is None or is_refused(found, "idempotency_database_url"):
+        return None
+    if any(each.level is Level.REFUSAL and each.subject.startswith("database") for each in found):
+        return None
+    with suppress(DBAPIError):
+        return identity(settings)
+    return None
 
 
 def _doctor(app: Celery) -> list[Finding]:

@@ -56,6 +56,12 @@ def check_database(given: Settings) -> list[Finding]:
         return [refusal("database pooler", "allows no transactions (statement mode)", advice)]
 
 
+def identity(given: Settings) -> str:
+    """What the database says that it is, by whatever address it is reached. Raises SQLAlchemy's errors."""
+    with make_attempts_engine(given, poolclass=NullPool).connect() as connection:
+        return str(connection.exec_driver_sql(IDENTITY).scalar_one())
+
+
 def _check_database(given: Settings) -> list[Finding]:
     # None of our options on this connection: an application's sessions get the server's defaults.
     engine = (given.engine or create_engine)(

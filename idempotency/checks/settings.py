@@ -9,6 +9,7 @@ from celery import Celery
 
 from ..application import settings_of
 from ..errors import InvalidArguments, SettingsError, WrongCell
+from ..setting_values import is_shown
 from ..settings import PREFIX, Settings, secrets
 from ..wire import keys
 from ..worker.task import IdempotentTask
@@ -28,15 +29,20 @@ def read_settings(app: Celery) -> tuple[Settings | None, list[Finding]]:
     try:
         return settings_of(app), []
     except SettingsError as error:
-        lines = (line.partition(": ") for line in str(error).splitlines())
-        return None, [refusal(subject, found + _got(app, subject), "correct it") for subject, _, found in lines]
+        return None, refused(app, error)
+
+
+def refused(app: Celery, error: SettingsError) -> list[Finding]:
+    """What an error of reading the settings says, with what was got."""
+    lines = (line.partition(": ") for line in str(error).splitlines())
+    return [refusal(subject, found + _got(app, subject), "correct it") for subject, _, found in lines]
 
 
 def _got(app: Celery, setting: str) -> str:
-    # never a secret, as an address is, nor what is misspelt, which may be one; if two settings conflict, the error has both values
+    # never a secret, nor what may be one: an address, or what is misspelt; if two settings conflict, the error has both values
     name = setting.removeprefix(PREFIX)
     value = None if name not in Settings.model_fields or name in secrets() else app.conf.get(setting)
-    return "" if value is None else f", got {value!r}"
+    return f", got {value!r}" if value is not None and is_shown(value) else ""
 
 
 def check_celery_settings(app: Celery) -> list[Finding]:

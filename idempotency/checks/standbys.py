@@ -8,10 +8,10 @@ from contextlib import suppress
 from typing import Any
 
 import psycopg
-from psycopg.pq import Conninfo
 from psycopg.rows import namedtuple_row
 from sqlalchemy import Connection, Row, text
 
+from ..hosts import libpq_parameters
 from ..settings import Settings
 from ..store import schema
 from ..store.connections import login
@@ -167,19 +167,18 @@ def _followers(primary: Any, standbys: Iterable[tuple[str, Any]]) -> Iterator[Fi
 
 def check_target(parameters: Mapping[str, Any]) -> list[Finding]:
     """Whether libpq would pass over a standby. `parameters`: what it is given. Connects to nothing."""
-    defaults = {each.keyword.decode(): each.val.decode() for each in Conninfo.get_defaults() if each.val}
-    target = str(parameters.get("target_session_attrs") or defaults.get("target_session_attrs"))
-    if target in WRITABLE or len(list(_each_host(parameters))) < 2:
+    target = libpq_parameters(parameters).get("target_session_attrs") or "any"
+    if target in WRITABLE or (target == "any" and len(list(_each_host(parameters))) < 2):
         return []
-    advice = "a connection may end on a standby, where every claim waits; add target_session_attrs=read-write"
+    advice = "a connection may end on a standby, where every claim waits; set target_session_attrs=read-write"
     return [refusal(HOSTS, f"target_session_attrs={target}, need read-write", advice)]
 
 
 def _each_host(parameters: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """What to give libpq for each host alone, in any role."""
     given = {name: value for name, value in parameters.items() if name not in ("cursor_factory", "context")}
-    names = ("host", "hostaddr", "port")
-    lists = {name: str(given[name]).split(",") for name in names if given.get(name)}
+    said = libpq_parameters(given)
+    lists = {name: said[name].split(",") for name in ("host", "hostaddr", "port") if said.get(name)}
     number = max((len(each) for name, each in lists.items() if name != "port"), default=1)
     for at in range(number):
         alone = {name: each[at] if at < len(each) else each[0] for name, each in lists.items()}

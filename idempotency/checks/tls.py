@@ -18,12 +18,11 @@ from urllib.parse import urlsplit
 import redis.connection
 from celery import Celery
 from kombu import Connection
-from psycopg.pq import Conninfo
 from pydantic import SecretStr
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError
 
-from ..hosts import Allowed, is_loopback
+from ..hosts import Allowed, is_loopback, libpq_parameters
 from ..setting_values import sentinels
 from ..settings import Settings
 from ..store.connections import login
@@ -114,19 +113,12 @@ def _finding(setting: str, servers: Sequence[Server] | None, allowed: Allowed) -
 
 
 def _postgres(parameters: Mapping[str, Any]) -> list[Server]:
-    """The servers that libpq would try, with what the environment says.
-
-    A service that the address names goes before the environment, and libpq alone reads its file: then only the address counts.
-    What PGSERVICE names is in libpq's defaults.
-    """
-    said = {name: str(value) for name, value in parameters.items() if value is not None}
-    is_of_service = bool(said.get("service"))
-    if not is_of_service:
-        said = {each.keyword.decode(): each.val.decode() for each in Conninfo.get_defaults() if each.val} | said
+    """The servers that libpq would try."""
+    said = libpq_parameters(parameters)
     modes = {"verify-full": None, "verify-ca": ANY_HOST, "require": ANY_CERTIFICATE}
     # sslrootcert=system admits no mode but verify-full
     wrong = None if said.get("sslrootcert") == "system" else modes.get(said.get("sslmode", ""), PLAIN)
-    if is_of_service and not said.get("hostaddr"):  # the file's would win over the address's host
+    if parameters.get("service") and not said.get("hostaddr"):  # the file's would win over the address's host
         return [Server(_names("unknown", host), wrong, _POSTGRES) for host in said.get("host", "").split(",")]
     hosts = zip_longest(said.get("hostaddr", "").split(","), said.get("host", "").split(","), fillvalue="")
     return [

@@ -49,7 +49,10 @@ class ObjectStore(Protocol):
 
 def object_store(address: str) -> ObjectStore:
     """The store at `file:///a/directory` or `s3://bucket/prefix`. Does not connect. Raises `ValueError`."""
-    parts = urlsplit(address)
+    try:
+        parts = urlsplit(address)
+    except ValueError:  # whose text has parts of the address
+        raise ValueError("must be file:///a/directory or s3://bucket/prefix") from None
     if parts.query or parts.fragment or "@" in parts.netloc:
         raise ValueError("must be file:///a/directory or s3://bucket/prefix, and nothing else")
     if parts.scheme == "file" and not parts.netloc and parts.path.startswith("/"):
@@ -61,6 +64,17 @@ def object_store(address: str) -> ObjectStore:
 
         return Bucket(parts.netloc, parts.path.strip("/"))
     raise ValueError("must be file:///a/directory or s3://bucket/prefix")
+
+
+def are_one_place(one: ObjectStore | None, other: ObjectStore | None) -> bool:
+    """Whether two stores are one place, or one of them is in the other, as far as their kinds tell."""
+    if one is None or other is None:
+        return False
+    # of this library's own: what all their objects' addresses begin with
+    places = [str(where) for each in (one, other) if (where := getattr(each, "where", None)) is not None]
+    if len(places) == 2:
+        return places[0].startswith(places[1]) or places[1].startswith(places[0])
+    return type(one) is type(other) and getattr(one, "__dict__", one) == getattr(other, "__dict__", other)
 
 
 def keep(store: ObjectStore, text: str) -> str:

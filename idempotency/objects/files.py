@@ -21,6 +21,11 @@ class Files:
     def __init__(self, directory: str) -> None:
         self._directory = Path(directory)
 
+    @property
+    def where(self) -> str:
+        """What the addresses of all its objects begin with."""
+        return f"{os.path.realpath(self._directory).rstrip('/')}/"
+
     def put(self, name: str, data: bytes) -> None:
         self._require_directory()
         path = self._directory / name

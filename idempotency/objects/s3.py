@@ -33,6 +33,11 @@ class Bucket:
             self._clients = {os.getpid(): _new_client()}
         return self._clients[os.getpid()]
 
+    @property
+    def where(self) -> str:
+        """What the addresses of all its objects begin with."""
+        return f"{self._bucket}/{self._prefix}"
+
     def put(self, name: str, data: bytes) -> None:
         self._client.put_object(Bucket=self._bucket, Key=self._prefix + name, Body=data)
 

@@ -145,12 +145,12 @@ class _Translated:
 def _of_sqlalchemy(connection: Connection, home: Home) -> Executes:
     if (database := connection.dialect.name) != "postgresql":
         raise InvalidArguments(f"session: must be connected to the library's Postgres; got {database}")
-    driver = connection.connection.dbapi_connection
+    driver: Any = connection.connection.dbapi_connection
     _check_transaction(driver)
-    url = connection.engine.url
-    if isinstance(url.query.get("host"), tuple) and hasattr(driver, "info"):
-        address = _address_of(driver)  # of several, the one that it is connected to
+    if hasattr(driver, "info") and not driver.closed:
+        address = _address_of(driver)  # whatever the URL says: it may be of several hosts, or have a name behind them
     else:
+        url = connection.engine.url
         address = address_of(url.host or url.query.get("host"), url.port or url.query.get("port"), url.database)
     if not home.knows(address):
         home.compare(address, connection.execute(text(IDENTITY)).scalar_one())
@@ -158,7 +158,8 @@ def _of_sqlalchemy(connection: Connection, home: Home) -> Executes:
 
 
 def _address_of(driver: Any) -> Address:
-    return address_of(driver.info.host, driver.info.port, driver.info.dbname)
+    info = driver.info
+    return address_of(info.host, info.port, info.dbname)
 
 
 def _check_transaction(driver: Any) -> None:

@@ -6,10 +6,8 @@ import copy
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-from sqlalchemy.engine import make_url
-
 from ..errors import InvalidArguments, WrongCell
-from ..setting_values import database_hosts
+from ..setting_values import database_at
 
 # Host, port and database, as a client names them.
 Address: TypeAlias = tuple[str | None, int, str | None]
@@ -22,10 +20,10 @@ class Home:
     """The library's database. A caller's is compared by name, and asked only where the names differ."""
 
     def __init__(self, address: str, identity: Callable[[], str]) -> None:
-        url = make_url(address)
         self._identity = identity
         self._cell: tuple[str, str] | None = None
-        self._known = {address_of(host, port, url.database) for host, port in database_hosts(address)}
+        name, servers = database_at(address)
+        self._known = {address_of(host, port, name) for host, port in servers}
 
     def of_cell(self, cell: str, tenant: str) -> Home:
         """The same database, whose refusals name the cell, and the tenant that is of it."""

@@ -72,6 +72,7 @@ def test_a_password_with_any_character_is_passed_on(default: Any, monkeypatch: p
         ("db.example", "6432", "db.example:6432"),
         ("/run/postgresql", "6432", "/run/postgresql:6432"),
         ("one,two", "6432", "one:6432,two:6432"),
+        ("::1,::2", "6432", "::1:6432,::2:6432"),
         ("two,one", "6432,6433", "one:6433,two:6432"),
     ],
 )

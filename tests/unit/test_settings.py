@@ -9,6 +9,7 @@ from celery import Celery
 
 from idempotency.application import settings_of
 from idempotency.attempt.hints import Hint, Hints
+from idempotency.checks.settings import read_settings
 from idempotency.errors import SettingsError
 from idempotency.settings import Settings
 from idempotency.wire.keys import OperationId
@@ -263,3 +264,32 @@ def test_alerts_leave_the_machine_over_tls_only(url: str, is_accepted: bool) -> 
     with pytest.raises(SettingsError) as refused:
         Settings.read(given)
     assert "services" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "large_results_at",
+        "store_results_at",
+        "session",
+        "engine",
+        "cell_of",
+        "traces",
+        "oidc_issuer",
+        "web_url",
+        "plain_text_hosts",
+    ],
+)
+@pytest.mark.parametrize("value", ["http://u:S3CRET@h.example/x", "s3://AKIA123:S3CRET@bucket/prefix", "u:S3CRET@h"])
+def test_a_value_that_may_be_an_address_is_shown_by_no_refusal(name: str, value: str) -> None:
+    app = Celery("shown", set_as_current=False)
+    app.conf.update({"idempotency_database_url": "postgresql+psycopg://h/x", f"idempotency_{name}": value})
+    settings, findings = read_settings(app)
+    assert settings is None
+    assert findings
+    assert "S3CRET" not in " ".join(map(str, findings))
+
+
+def test_a_name_that_leads_nowhere_is_refused_with_why() -> None:
+    with pytest.raises(SettingsError, match=r"idempotency_engine: .*No module named 'not_there'"):
+        Settings.read({"database_url": "postgresql+psycopg://h/x", "engine": "not_there:engine"})

@@ -9,12 +9,13 @@ from celery import Celery
 
 from idempotency.application import settings_of
 from idempotency.broker.channel import brokers
+from idempotency.checks.broker import require_broker_address
 from idempotency.checks.doctor import check_configuration
 from idempotency.checks.findings import Level
 from idempotency.checks.tls import ANY_CERTIFICATE, ANY_HOST, PLAIN, check_tls
 from idempotency.errors import SettingsError
 from idempotency.sentinel import client_of_primary
-from idempotency.setting_values import database_hosts
+from idempotency.setting_values import database_at, sentinels
 from idempotency.settings import Settings
 
 DATABASE = "postgresql+psycopg://shop:hush@/shop"
@@ -33,11 +34,15 @@ def configured(**conf: Any) -> Celery:
         (f"{DATABASE}?host=one,two&port=5432,5433", [("one", 5432), ("two", 5433)]),
         ("postgresql+psycopg://shop:hush@one,two/shop", [("one", 5432), ("two", 5432)]),
         ("postgresql+psycopg://shop:hush@one:6432/shop", [("one", 6432)]),
+        ("postgresql+psycopg://shop:hush@[::1]:6432/shop", [("::1", 6432)]),
+        (f"{DATABASE}?host=::1,::2&port=5432,5433", [("::1", 5432), ("::2", 5433)]),
+        (f"{DATABASE}?host=one&hostaddr=10.0.0.1", [("10.0.0.1", 5432)]),
+        (f"{DATABASE}?host=/run/postgresql", [("/run/postgresql", 5432)]),
         (DATABASE, [(None, 5432)]),
     ],
 )
 def test_the_hosts_of_an_address_are_found(address: str, hosts: list[tuple[str | None, int]]) -> None:
-    assert database_hosts(address) == hosts
+    assert database_at(address) == ("shop", hosts)
 
 
 def test_an_address_as_libpq_has_it_is_refused_with_the_right_one() -> None:
@@ -46,9 +51,45 @@ def test_an_address_as_libpq_has_it_is_refused_with_the_right_one() -> None:
     assert "hush" not in str(error.value)
 
 
-def test_hosts_with_too_few_ports_are_no_address() -> None:
-    with pytest.raises(SettingsError, match="not an address"):
-        Settings.read({"database_url": f"{DATABASE}?host=one,two&port=6432"})
+@pytest.mark.parametrize(
+    "behind",
+    [
+        "host=one,two&port=6432",
+        "host=[::1]:5432&host=[::2]:5432",
+        "host=[::1]:5432",
+        "host=one:5432,two:5432",
+        "host=one:5432&host=two:5432&port=5432",
+    ],
+)
+def test_hosts_and_ports_that_cannot_be_told_apart_are_refused_with_what_can_be(behind: str) -> None:
+    with pytest.raises(
+        SettingsError, match=r"idempotency_database_url: .*\?host=one,two&port=5432,5432, and ::1"
+    ) as error:
+        Settings.read({"database_url": f"{DATABASE}?{behind}"})
+    assert "hush" not in str(error.value)
+
+
+def test_sentinels_by_numbers_of_version_6() -> None:
+    hosts, _, _, _ = sentinels("[::1]:26379,10.0.0.1:26380/hints")
+    assert hosts == [("::1", 26379), ("10.0.0.1", 26380)]
+
+
+@pytest.mark.parametrize("target", ["standby", "read-only", "prefer-standby"])
+def test_a_single_host_must_not_be_asked_for_a_standby(target: str) -> None:
+    app = configured(idempotency_database_url=f"{DATABASE}?host=127.0.0.1:1&target_session_attrs={target}")
+    refused = [each for each in check_configuration(app, settings_of(app)) if each.subject == "database hosts"]
+    assert [(each.level, each.found) for each in refused] == [
+        (Level.REFUSAL, f"target_session_attrs={target}, need read-write")
+    ]
+
+
+def test_hosts_of_the_environment_need_a_primary(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PGHOST", "127.0.0.1,127.0.0.1")
+    monkeypatch.setenv("PGPORT", "1,2")
+    app = configured(idempotency_database_url=DATABASE)
+    refused = [each for each in check_configuration(app, settings_of(app)) if each.subject == "database hosts"]
+    assert [each.found for each in refused] == ["target_session_attrs=any, need read-write"]
+    assert settings_of(app).database_name == "127.0.0.1:1,127.0.0.1:2/shop"
 
 
 @pytest.mark.parametrize("target", ["", "&target_session_attrs=any", "&target_session_attrs=prefer-standby"])
@@ -141,3 +182,18 @@ def test_each_broker_off_this_machine_needs_tls(as_list: bool) -> None:
 
 def test_one_broker_is_the_one_that_the_application_names() -> None:
     assert brokers(configured().connection_for_write) == [None]
+
+
+def test_brokers_of_two_virtual_hosts_are_refused() -> None:
+    app = configured(broker_url="amqp://one//;amqp://two/other")
+    refused = [each for each in check_configuration(app, settings_of(app)) if each.level is Level.REFUSAL]
+    assert ("broker_url", "names several virtual hosts") in [
+        (each.subject, each.found.partition(":")[0]) for each in refused
+    ]
+    with pytest.raises(SettingsError, match="broker_url: names several virtual hosts"):
+        require_broker_address(app)
+
+
+@pytest.mark.parametrize("address", ["amqp://one;amqp://two//;amqp://three/%2F", "sentinel://one:1/3;sentinel://two:2"])
+def test_brokers_of_one_virtual_host_are_not(address: str) -> None:
+    require_broker_address(configured(broker_url=address))

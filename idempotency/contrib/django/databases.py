@@ -69,7 +69,7 @@ def database_url(alias: str) -> str:
     return url.render_as_string(hide_password=False)
 
 
-def _several_hosts(parameters: Mapping[str, str]) -> Mapping[str, str | tuple[str, ...]]:
+def _several_hosts(parameters: Mapping[str, str]) -> Mapping[str, str]:
     """The same parameters, with several hosts as SQLAlchemy has them, each with its port; one port is that of all."""
     hosts = parameters.get("host", "").split(",")
     if len(hosts) == 1:
@@ -79,10 +79,7 @@ def _several_hosts(parameters: Mapping[str, str]) -> Mapping[str, str | tuple[st
         raise SettingsError(
             f"DATABASES: HOST has {len(hosts)} hosts and PORT has {len(ports)} ports; give one, or one each"
         )
-    places = tuple(
-        f"{host}:{port}" for host, port in zip(hosts, ports if len(ports) > 1 else ports * len(hosts), strict=True)
-    )
-    return {name: value for name, value in parameters.items() if name != "port"} | {"host": places}
+    return {**parameters, "port": ",".join(ports if len(ports) > 1 else ports * len(hosts))}
 
 
 def engine_maker(alias: str, create: Callable[..., Any] | None) -> Callable[..., Any]:
