@@ -41,10 +41,10 @@ class Endpoint:
     def is_also(self, other: Endpoint) -> bool:
         """Whether both are the same, as far as their addresses say: a host may have two names.
 
-        A server has a port of its own for TLS, which may be any.
+        RabbitMQ has a port of its own for TLS, which may be any.
         """
         return (self.kind, self.name, self.host) == (other.kind, other.name, other.host) and (
-            self.port == other.port or self.is_encrypted != other.is_encrypted
+            self.port == other.port or (self.kind == "amqp" and self.is_encrypted != other.is_encrypted)
         )
 
 
@@ -58,7 +58,7 @@ def _endpoints_of_broker(address: str) -> list[Endpoint]:
 
     found = []
     for each in map(url_to_parts, filter(None, address.split(";"))):
-        scheme = each.scheme.removeprefix("py")
+        scheme = each.scheme.removeprefix("py").replace("librabbitmq", "amqp")
         kind = scheme if scheme not in ("amqps", "rediss") else scheme[:-1]
         name = each.path or ("/" if kind == "amqp" else "0")
         port = each.port or _PORTS.get(scheme, 0)

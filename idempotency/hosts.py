@@ -53,6 +53,8 @@ def is_loopback(host: str) -> bool:
 
 def one_name(host: str) -> str:
     """A host as all its spellings are: in small letters, a number in its shortest form, and `localhost` for the usual numbers."""
+    if host.startswith("/"):
+        return host.rstrip("/")  # a directory of sockets
     name = host.lower().removeprefix("[").removesuffix("]").removesuffix(".")
     with suppress(ValueError):
         name = str(ip_address(name))

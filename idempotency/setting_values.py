@@ -29,6 +29,7 @@ _EACH_A_PORT = (
     "hosts and ports cannot be told from each other; they go behind the name, a port for each host: "
     "/shop?host=one,two&port=5432,5432, and ::1 without brackets"
 )
+_NO_OPTION_OF_REDIS = "has an option that redis-py does not have, or a value that is none of it"
 # Bytes. It is part of a queue's name, of at most 255.
 SERVICE_LIMIT = 200
 # Characters of a secret that signs messages: as many as the hash has bytes (RFC 2104, section 3).
@@ -92,15 +93,17 @@ def database_address(value: SecretStr) -> SecretStr:
     return value
 
 
-def database_at(address: str) -> tuple[str, list[tuple[str | None, int]]]:
+def database_at(address: str, *, by_itself: bool = False) -> tuple[str, list[tuple[str | None, int]]]:
     """The database of an address, and its servers with their ports, in its order, as libpq has them; None: libpq's default.
+
+    `by_itself`: whatever the environment says.
 
     Raises `ValueError` where SQLAlchemy cannot say it, or takes a port for a part of a name.
     """
     url = make_url(address)
     try:
         _, given = url.get_dialect()().create_connect_args(url)
-        said = libpq_parameters(given)
+        said = {each: str(value) for each, value in given.items()} if by_itself else libpq_parameters(given)
         hosts, numbers, ports = (said.get(name, "").split(",") for name in ("host", "hostaddr", "port"))
         several = list(zip_longest(numbers, hosts, fillvalue=""))
         # libpq takes one port for all, or one for each
@@ -110,9 +113,19 @@ def database_at(address: str) -> tuple[str, list[tuple[str | None, int]]]:
     if any(":" in name and not name.startswith(("/", "@")) and not _is_number(name) for name in numbers + hosts):
         raise ValueError(_EACH_A_PORT)
     # a number is what is connected to; where a service leads, its file alone says
-    away = f"service {said['service']}" if said.get("service") else None
-    servers = [(number or host or away, port) for (number, host), port in zip(several, each_port, strict=True)]
-    return said.get("dbname") or said.get("user") or "", servers
+    name, service = said.get("dbname") or said.get("user") or "", said.get("service")
+    servers = [(number or host or None, port) for (number, host), port in zip(several, each_port, strict=True)]
+    return f"{name} of service {service}" if service else name, servers
+
+
+def addresses_named(address: str) -> list[tuple[str | None, int, str]]:
+    """Host, port and database that an address itself names: none where it leaves the database, or all of it, to something else."""
+    url = make_url(address)
+    _, given = url.get_dialect()().create_connect_args(url)
+    if given.get("service") or not given.get("dbname"):
+        return []
+    name, servers = database_at(address)
+    return [(host, port, name) for host, port in servers]
 
 
 def _is_number(host: str) -> bool:
@@ -134,8 +147,8 @@ def long_enough(value: tuple[SecretStr, ...]) -> tuple[SecretStr, ...]:
 
 
 def is_shown(value: Any) -> bool:
-    """Whether a value may be in an error: not what may be an address, with a password in it."""
-    return not any(mark in repr(value) for mark in ("://", "@"))
+    """Whether a value may be in an error: not what may be an address, in either of libpq's forms, with a password in it."""
+    return not any(mark in repr(value) for mark in ("://", "@", "="))
 
 
 def imported(value: Any) -> Any:
@@ -188,18 +201,24 @@ def object_store(value: Any) -> Any:
 
 
 def redis_address(value: SecretStr) -> SecretStr:
-    import redis  # takes as long to import as a third of this library, and Redis is optional
-
     scheme, _, rest = value.get_secret_value().partition("://")
     if scheme in ("sentinel", "sentinels"):
         _sentinels(scheme, rest)
-        return value
+    else:
+        pool = _redis_pool(value.get_secret_value())
+        _redis_connection(pool.connection_class, pool.connection_kwargs)
+    return value
+
+
+def _redis_pool(address: str) -> Any:
+    import redis  # takes as long to import as a third of this library, and Redis is optional
+
     try:
-        pool = redis.Redis.from_url(value.get_secret_value()).connection_pool
+        return redis.Redis.from_url(address).connection_pool  # does not connect
     except ValueError:
         raise ValueError(NOT_AN_ADDRESS) from None
-    _redis_connection(pool.connection_class, pool.connection_kwargs)
-    return value
+    except Exception:  # redis-py has many, whose texts have the value in them
+        raise ValueError(_NO_OPTION_OF_REDIS) from None
 
 
 def _redis_connection(made: Any, options: Mapping[str, Any]) -> None:
@@ -209,8 +228,8 @@ def _redis_connection(made: Any, options: Mapping[str, Any]) -> None:
         str(options.get("host", "")).encode("idna")
     except ValueError:
         raise ValueError(NOT_AN_ADDRESS) from None
-    except (TypeError, AttributeError):
-        raise ValueError("has an option that redis-py does not have, or a value that is none of it") from None
+    except Exception:
+        raise ValueError(_NO_OPTION_OF_REDIS) from None
 
 
 def sentinels(address: str, *, encrypted: bool = True) -> tuple[list[tuple[str, int]], str, str, int]:
@@ -254,8 +273,10 @@ def store_address(value: SecretStr) -> SecretStr:
                 raise ValueError("must be dynamodb://region/table")
         case "sentinel" | "sentinels":
             _sentinels(scheme, rest)
-        case "redis" | "rediss" | "unix" | "redis+cluster" | "rediss+cluster":
-            redis_address(SecretStr(f"{scheme.removesuffix('+cluster')}://{rest}"))
+        case "redis" | "rediss" | "unix":
+            redis_address(value)
+        case "redis+cluster" | "rediss+cluster":  # which has options that a connection has not
+            _redis_pool(f"{scheme.removesuffix('+cluster')}://{rest}")
         case _:
             raise ValueError(
                 "must begin with redis://, rediss://, sentinel://, sentinels://, redis+cluster://, rediss+cluster:// or dynamodb://"

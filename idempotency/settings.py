@@ -23,6 +23,7 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
+from sqlalchemy.engine import make_url
 from sqlalchemy.orm import Session
 
 from . import setting_values as values
@@ -313,9 +314,19 @@ class Settings(BaseModel):
 
     @property
     def database_name(self) -> str:
-        """The database as `host:port/name`, without credentials; of several hosts, in whatever order they are given."""
-        name, servers = values.database_at(self.database_url.get_secret_value())
-        return f"{','.join(sorted(f'{host}:{port}' for host, port in servers))}/{name}"
+        """The database as its address has it, `host:port/name`, without credentials; several hosts in whatever order.
+
+        By the address alone: processes of one application have the same name for it, whatever their environment says.
+        """
+        url = make_url(self.database_url.get_secret_value())
+        name = url.query.get("dbname") or url.database or url.username
+        if service := url.query.get("service"):
+            name = f"{name} of service {service}"
+        if isinstance(url.query.get("host"), tuple) or "," in str(url.query.get("host")):
+            _, servers = values.database_at(self.database_url.get_secret_value(), by_itself=True)
+            return f"{','.join(sorted(f'{host}:{port}' for host, port in servers))}/{name}"
+        host, port = (getattr(url, each) or url.query.get(each) for each in ("host", "port"))
+        return f"{host}:{port}/{name}"
 
     @property
     def owner(self) -> str:

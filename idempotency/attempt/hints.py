@@ -139,7 +139,7 @@ class Hints:
         try:
             return self._redis.ask("EVAL", script, len(names), *names, self._lease_ms, *values)
         # what redis-py raises for options that it does not like, too; but not all, as a soft time limit is an Exception
-        except (RedisError, TypeError, ValueError) as error:
+        except (RedisError, TypeError, ValueError, AttributeError, LookupError) as error:
             # One slow call is enough: for the next seconds every task asks Postgres alone.
             self._skip_until = time.monotonic() + self._pause
             metrics.redis_unavailable.inc()

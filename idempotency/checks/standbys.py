@@ -168,8 +168,8 @@ def _followers(primary: Any, standbys: Iterable[tuple[str, Any]]) -> Iterator[Fi
 def check_target(parameters: Mapping[str, Any]) -> list[Finding]:
     """Whether libpq would pass over a standby. `parameters`: what it is given. Connects to nothing."""
     target = libpq_parameters(parameters).get("target_session_attrs") or "any"
-    if target in WRITABLE or (target == "any" and len(list(_each_host(parameters))) < 2):
-        return []
+    if target in WRITABLE or (target in ("any", "prefer-standby") and len(list(_each_host(parameters))) < 2):
+        return []  # the only one there is
     advice = "a connection may end on a standby, where every claim waits; set target_session_attrs=read-write"
     return [refusal(HOSTS, f"target_session_attrs={target}, need read-write", advice)]
 

@@ -179,10 +179,14 @@ def broker_addresses(app: Celery) -> dict[str, Any]:
 def alternatives(app: Celery, url: Any) -> Iterator[Connection]:
     """The brokers that kombu would try, one after the other. Raises `ValueError` and `KeyError` for what is no address."""
     with app.connection_for_write(url) as whole:
-        urls = whole.alt or [url]
-    for each in urls:
-        with app.connection_for_write(each) as connection:
-            yield connection
+        for each in whole.alt or [url]:
+            if isinstance(each, str) and "://" not in each:  # a host alone: all else is that of the first
+                connection = whole.clone()
+                connection.switch(each)
+                yield connection
+                continue
+            with app.connection_for_write(each) as connection:
+                yield connection
 
 
 def _broker(app: Celery, url: Any) -> list[Server]:

@@ -51,8 +51,8 @@ def make_engine(
         options |= {"pool_size": settings.pool_size, "max_overflow": settings.pool_size}
     in_session = {
         "synchronous_commit": "on",
-        # a commit that no standby has confirmed ends with a WARNING: a role or an address may want none
-        "client_min_messages": "warning",
+        # a commit that no standby has confirmed ends with a WARNING: a role or an address may want none; a body may want NOTICEs, too
+        "client_min_messages": "notice" if begins else "warning",
         # as psycopg reads times; not for bodies, which would lose the order in which the database reads day and month
         **({} if begins else {"datestyle": "ISO"}),
         # Wait no longer than a lease: a frozen holder has been evicted by then.

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 from ..errors import InvalidArguments, WrongCell
-from ..setting_values import database_at
+from ..setting_values import addresses_named
 
 # Host, port and database, as a client names them.
 Address: TypeAlias = tuple[str | None, int, str | None]
@@ -22,8 +22,7 @@ class Home:
     def __init__(self, address: str, identity: Callable[[], str]) -> None:
         self._identity = identity
         self._cell: tuple[str, str] | None = None
-        name, servers = database_at(address)
-        self._known = {address_of(host, port, name) for host, port in servers}
+        self._known = {address_of(*each) for each in addresses_named(address)}
 
     def of_cell(self, cell: str, tenant: str) -> Home:
         """The same database, whose refusals name the cell, and the tenant that is of it."""

@@ -13,7 +13,7 @@ from celery.backends.cache import CacheBackend
 from celery.exceptions import ImproperlyConfigured, Reject
 from celery.result import AsyncResult, GroupResult, denied_join_result, result_from_tuple
 from pydantic import BaseModel
-from sqlalchemy import Engine
+from sqlalchemy import Engine, text
 from sqlalchemy.orm import Session
 
 from idempotency import IdempotentTask, InvalidArguments, SettingsError
@@ -535,3 +535,16 @@ def test_an_eager_replacement_gives_its_result(bank: Celery, entries: Entries) -
     task = make_task(bank, body, key=lambda arguments: "k")
     assert task() == task() == {"account": "a", "amount": 1}
     assert (entries("a"), entries("returning")) == (1, 1)
+
+
+def test_a_body_is_told_what_its_statements_notice(bank: Celery, deliveries: Deliveries) -> None:
+    heard: list[str | None] = []
+
+    def body(self: IdempotentTask) -> str:
+        driver: Any = self.session.connection().connection.driver_connection
+        driver.add_notice_handler(lambda diagnostic: heard.append(diagnostic.message_primary))
+        self.session.execute(text("DO $$ BEGIN RAISE NOTICE 'three rows merged'; RAISE WARNING 'one skipped'; END $$"))
+        return "done"
+
+    assert deliveries.deliver(make_task(bank, body), key="k").state == "SUCCESS"
+    assert heard == ["three rows merged", "one skipped"]

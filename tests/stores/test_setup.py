@@ -228,11 +228,11 @@ def test_what_is_no_address_of_a_store_is_refused_without_being_shown(address: s
 
 
 def test_long_results_never_go_where_a_relay_deletes(redis_url: str, tmp_path: Path) -> None:
-    app = application(
-        redis_url, idempotency_large_results_at=f"file://{tmp_path}", idempotency_store_results_at=f"file://{tmp_path}"
-    )
-    with pytest.raises(SettingsError, match="store_results_at must not be large_results_at"):
-        settings_of(app, needs_database=False)
+    app = application(redis_url, idempotency_large_results_at=f"file://{tmp_path}/relays")
+    for there in (tmp_path / "relays", tmp_path / "relays" / "own", tmp_path):
+        app.conf.idempotency_store_results_at = f"file://{there}"
+        with pytest.raises(SettingsError, match="store_results_at must not be large_results_at"):
+            settings_of(app, needs_database=False)
     app.conf.idempotency_store_results_at = f"file://{tmp_path}/own"
     assert settings_of(app, needs_database=False).store_results_at is not None
 

@@ -99,6 +99,9 @@ def test_two_cells_in_one_database_are_refused_by_whatever_spelling(eu: str, us:
         ("postgresql+psycopg://u:p@h/?dbname=eu", "postgresql+psycopg://u:p@h/?dbname=us"),
         ("postgresql+psycopg://eu:p@h/", "postgresql+psycopg://us:p@h/"),
         ("postgresql+psycopg:///shop?service=eu", "postgresql+psycopg:///shop?service=us"),
+        ("postgresql+psycopg://u:p@h/?service=EU", "postgresql+psycopg://u:p@h/?service=eu"),
+        ("postgresql+psycopg://u:p@h/?service=eu", "postgresql+psycopg://u:p@h/u"),
+        ("postgresql+psycopg:///shop?host=/srv/A", "postgresql+psycopg:///shop?host=/srv/a"),
     ],
 )
 def test_two_databases_are_two_where_the_path_does_not_name_them(eu: str, us: str) -> None:
@@ -114,7 +117,7 @@ def test_two_databases_are_two_where_the_path_does_not_name_them(eu: str, us: st
         ("amqp://localhost/eu", "amqp://127.0.0.1/eu"),
         ("amqps://h/eu", "amqp://H/eu"),
         ("amqps://h:5555/eu", "amqp://h:5672/eu"),
-        ("redis://h/0", "rediss://h:6380"),
+        ("librabbitmq://h/eu", "amqp://h/eu"),
     ],
 )
 def test_two_cells_at_one_broker_are_refused_by_whatever_spelling(eu: str, us: str) -> None:
@@ -122,7 +125,10 @@ def test_two_cells_at_one_broker_are_refused_by_whatever_spelling(eu: str, us: s
         read({"broker_url": eu}, {"broker_url": us})
 
 
-@pytest.mark.parametrize(("eu", "us"), [("redis://h/0", "redis://h/1"), ("amqps://h:1/x", "amqps://h:2/x")])
+@pytest.mark.parametrize(
+    ("eu", "us"),
+    [("redis://h/0", "redis://h/1"), ("redis://h:6379/0", "rediss://h:6390/0"), ("amqps://h:1/x", "amqps://h:2/x")],
+)
 def test_two_brokers_are_two(eu: str, us: str) -> None:
     assert read({"broker_url": eu}, {"broker_url": us}).cell == "eu"
 

@@ -217,6 +217,10 @@ def test_no_refusal_shows_an_address_or_a_password(given: dict[str, Any]) -> Non
         f"redis://:{PASSWORD}@{'x' * 64}.example/0",
         f"redis://:{PASSWORD}@cache.example:6379/0?foo={PASSWORD}",
         f"rediss://:{PASSWORD}@cache.example:6379/0?ssl_cert_req=none",
+        f"redis://:{PASSWORD}@cache.example:6379/0?protocol=4",
+        f"redis://:{PASSWORD}@cache.example:6379/0?cache_config=1",
+        f"rediss://:{PASSWORD}@cache.example:6379/0?ssl_cert_reqs={PASSWORD}",
+        f"sentinels://:{PASSWORD}@s1.example:26379/hints?ssl_cert_reqs={PASSWORD}",
         f"sentinel://:{PASSWORD}@a..b:26379/hints",
         f"sentinels://:{PASSWORD}@s1.example:26379/hints?ssl_foo=1",
     ],
@@ -228,9 +232,38 @@ def test_what_redis_py_would_refuse_at_each_claim_is_refused_at_the_start(addres
     assert "example" not in message
 
 
-def test_hints_cost_no_claim_whatever_redis_py_says_of_their_address() -> None:
-    hints = Hints("redis://127.0.0.1:1/0?foo=1", owner="o", lease=60, timeout=0.1, pause=5)
+@pytest.mark.parametrize("option", ["foo=1", "retry=3", "command_packer=x", "encoding=nonsense"])
+def test_hints_cost_no_claim_whatever_redis_py_says_of_their_address(option: str) -> None:
+    hints = Hints(f"redis://127.0.0.1:1/0?{option}", owner="o", lease=60, timeout=0.1, pause=5)
     assert hints.take(OperationId("default", "task", "k"), "a" * 32, "v1:00") is Hint.FREE
+
+
+@pytest.mark.parametrize("option", ["read_from_replicas=True", "reinitialize_steps=5"])
+def test_a_store_in_a_cluster_may_have_options_that_a_connection_has_not(option: str) -> None:
+    address = f"redis+cluster://h:7000?{option}"
+    store = settings(store=address).store
+    assert store is not None
+    assert store.get_secret_value() == address
+
+
+@pytest.mark.parametrize(
+    ("address", "owner"),
+    [
+        ("postgresql+psycopg://u@db/shop", "db:None/shop app"),
+        ("postgresql+psycopg:///shop?host=/var/run/postgresql", "/var/run/postgresql:None/shop app"),
+        ("postgresql+psycopg://u@db:5432/shop", "db:5432/shop app"),
+        (
+            "postgresql+psycopg:///shop?host=two:5432&host=one:5432&target_session_attrs=primary",
+            "one:5432,two:5432/shop app",
+        ),
+    ],
+)
+def test_whose_hints_are_is_said_by_the_address_alone(
+    address: str, owner: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PGHOSTADDR", "10.0.0.5")
+    monkeypatch.setenv("PGPORT", "6432")
+    assert settings(database_url=address, service="app").owner == owner
 
 
 def test_the_settings_themselves_show_no_address() -> None:
