@@ -118,6 +118,19 @@ def database_at(address: str, *, by_itself: bool = False) -> tuple[str, list[tup
     return f"{name} of service {service}" if service else name, servers
 
 
+def database_named(address: str) -> str:
+    """The database as an address has it, `host:port/name`, without credentials; of several hosts, in whatever order."""
+    url = make_url(address)
+    name = url.query.get("dbname") or url.database or url.username
+    if service := url.query.get("service"):
+        name = f"{name} of service {service}"
+    if isinstance(url.query.get("host"), tuple) or "," in str(url.query.get("host")):
+        _, servers = database_at(address, by_itself=True)
+        return f"{','.join(sorted(f'{host}:{port}' for host, port in servers))}/{name}"
+    host, port = (getattr(url, each) or url.query.get(each) for each in ("host", "port"))
+    return f"{host}:{port}/{name}"
+
+
 def addresses_named(address: str) -> list[tuple[str | None, int, str]]:
     """Host, port and database that an address itself names: none where it leaves the database, or all of it, to something else."""
     url = make_url(address)

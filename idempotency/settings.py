@@ -23,7 +23,6 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
-from sqlalchemy.engine import make_url
 from sqlalchemy.orm import Session
 
 from . import setting_values as values
@@ -318,15 +317,7 @@ class Settings(BaseModel):
 
         By the address alone: processes of one application have the same name for it, whatever their environment says.
         """
-        url = make_url(self.database_url.get_secret_value())
-        name = url.query.get("dbname") or url.database or url.username
-        if service := url.query.get("service"):
-            name = f"{name} of service {service}"
-        if isinstance(url.query.get("host"), tuple) or "," in str(url.query.get("host")):
-            _, servers = values.database_at(self.database_url.get_secret_value(), by_itself=True)
-            return f"{','.join(sorted(f'{host}:{port}' for host, port in servers))}/{name}"
-        host, port = (getattr(url, each) or url.query.get(each) for each in ("host", "port"))
-        return f"{host}:{port}/{name}"
+        return values.database_named(self.database_url.get_secret_value())
 
     @property
     def owner(self) -> str:
