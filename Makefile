@@ -211,7 +211,7 @@ metrics: migrate ## serve the backlog and all processes' counters for Prometheus
 quick := unique,duplicates,batch,relay,latency,scale,waiting,purge
 # The other benchmarks need none of what this installs.
 contests := unique duplicates storm outside enqueue batch sagas
-bench: .venv/ready ## compare with plain Celery and what else there is; ONLY=unique,duplicates,storm,outside,enqueue,batch,relay,http,latency,backlog,ordering,resend,scale,waiting,purge,held; QUICK=1: the half of it that is compared most, with 3 rounds, fewer jobs and smaller tables; ARGS='--plot DIR --json'; ONLY=life: what operations leave behind; ONLY=start: import and help; ONLY=sagas,saga_length,saga_waits; ONLY=partitions; ONLY=stores: Redis beside Postgres; ONLY=stream
+bench: .venv/ready ## compare with plain Celery and what else there is; ONLY=unique,duplicates,storm,outside,enqueue,batch,relay,http,latency,backlog,ordering,resend,scale,waiting,purge,held; QUICK=1: unique, duplicates, batch, relay, latency, scale, waiting and purge, with 3 rounds, fewer jobs and smaller tables; ARGS='--plot DIR --json'; ONLY=life: what operations leave behind; ONLY=start: import and help; ONLY=sagas,saga_length,saga_waits; ONLY=partitions; ONLY=stores: Redis beside Postgres; ONLY=stream
 	@$(if $(or $(if $(ONLY),,all),$(filter $(contests),$(subst $(comma), ,$(ONLY)))),$(VENV)/python -m pip install --quiet --disable-pip-version-check \
 		--no-build-isolation --constraint constraints.txt --editable '.[bench]')
 	@$(VENV)/python -m benchmarks $(if $(or $(ONLY),$(QUICK)),--only $(or $(ONLY),$(quick))) $(if $(QUICK),--rounds 3 --messages 600 --records 1000000) $(ARGS)

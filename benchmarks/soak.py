@@ -1,10 +1,12 @@
 """A long run: what a worker, a relay, the servers and our tables hold, over the operations done. `make soak OPERATIONS=1000000`
 
-Operations are accepted, relayed and carried out, four of five in batches that commit together, some with a retry, an effect, a
-failure, a second message; what has ended is purged a minute later. Every hundredth part of the run is a sample. The slope of each quantity over the last two thirds is
-printed with its standard error, in units per million operations. One rises if its slope is beyond three errors, and what
-it would add in that time is more than a twentieth of it: then the exit status is 1, as it is if an operation was lost or
-done twice: has not its one row, or, where it fails, not its letter or a row. 2: so short a run shows nothing.
+Operations are accepted, relayed and carried out, four of five in batches that commit together, some with a retry, an
+effect, a failure, a second message; what has ended is purged a minute later. Every hundredth part of the run is a sample.
+The slope of each quantity over the last two thirds is printed with its standard error, in units per million operations.
+
+Exit status 1: one rises, which is a slope beyond three errors that would add more than a twentieth in that time; or an
+operation was lost or done twice. One that succeeds has one row; one that fails has a letter and no row. 2: so short a run
+shows nothing.
 
 `CLUSTER=1`: through three RabbitMQ nodes, a Postgres with a standby and Redis behind Sentinel, of which one fails over every
 minute or so. Postgres keeps its count of dead rows in no standby: it begins anew with each promotion, with an ANALYZE.
@@ -201,8 +203,10 @@ class Soak:
         def discarded() -> None:
             with self._engine.connect() as connection:
                 for letter in dead_letters.list_letters(connection, limit=10_000):
+                    self.failed.add(
+                        letter.key
+                    )  # before: the answer of a discard may be lost, and the letter is not listed again
                     discards.discard(connection, letter.id)
-                    self.failed.add(letter.key)
 
         _patiently(discarded)
 
@@ -243,6 +247,7 @@ def main(
             address, redis_url = running.database_url, lambda: os.environ["REDIS_URL"]
             os.environ.update(running.environment())
         from .jobs import TABLE  # which reads the environment
+        from .soaked import KEPT
 
         engine = create_engine(address, isolation_level="AUTOCOMMIT", pool_pre_ping=True)
         stack.callback(engine.dispose)
@@ -276,19 +281,17 @@ def main(
     )
     if rising.names or wrong != NOTHING_WRONG or (failovers is not None and (failovers.failed or failovers.lacking)):
         raise SystemExit(1)
-    if problem := _too_short(soak.series["tables_mb"], warm):
+    if problem := too_short(len(soak.series["tables_mb"].done), warm, KEPT):
         console.print(f"proves nothing: {problem}")
         raise SystemExit(2)
 
 
-def _too_short(series: Series, warm: float) -> str:
-    """Why a run that found no rise has not shown that there is none; empty if it has."""
-    from .soaked import KEPT
-
-    if len(series.done) * (1 - WARM) < COUNTED:
-        return f"{len(series.done)} samples, and it takes {COUNTED} after the first third"
-    if warm < 2 * KEPT:
-        return f"the first third took {warm:.0f} s, and the tables are not full before {2 * KEPT:.0f} s"
+def too_short(samples: int, warm: float, kept: float) -> str:
+    """Why a run that found no rise has not shown that there is none; empty if it has. `warm`, `kept`: seconds."""
+    if samples * (1 - WARM) < COUNTED:
+        return f"{samples} samples, and it takes {COUNTED} after the first third"
+    if warm < 2 * kept:
+        return f"the first third took {warm:.0f} s, and the tables are not full before {2 * kept:.0f} s"
     return ""
 
 
@@ -363,7 +366,6 @@ def _checked(soak: Soak, engine: Engine, operations: int) -> str:
 
 
 def _wrong(soak: Soak, engine: Engine, operations: int) -> str:
-    """Compare rows and letters with the operations: by number, and not by how many there are."""
     from .soaked import is_failed
 
     soak.discard()
@@ -377,9 +379,13 @@ def _wrong(soak: Soak, engine: Engine, operations: int) -> str:
             ).scalar_one()
         return once, int(twice)
 
-    once, twice = _patiently(asked)
-    lost = operations - len(failing | once) + sum(str(number) not in soak.failed for number in failing)
-    return f"lost={lost} doubled={twice + len(failing & once)}"
+    return compared(operations, failing, *_patiently(asked), soak.failed)
+
+
+def compared(operations: int, failing: set[int], with_rows: set[int], twice: int, letters: set[str]) -> str:
+    """Rows and letters beside the operations, by number, and not by how many there are."""
+    lost = operations - len(failing | with_rows) + sum(str(number) not in letters for number in failing)
+    return f"lost={lost} doubled={twice + len(failing & with_rows)}"
 
 
 @dataclass(frozen=True)

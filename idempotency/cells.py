@@ -41,7 +41,7 @@ class Endpoint:
     def is_also(self, other: Endpoint) -> bool:
         """Whether both are the same, as far as their addresses say: a host may have two names.
 
-        RabbitMQ has a port of its own for TLS, which may be any.
+        RabbitMQ takes TLS on another port, which may be any.
         """
         return (self.kind, self.name, self.host) == (other.kind, other.name, other.host) and (
             self.port == other.port or (self.kind == "amqp" and self.is_encrypted != other.is_encrypted)

@@ -60,7 +60,7 @@ def _sentinels(watched: Watch) -> list[Finding]:
     subject = "redis sentinels"
     findings = []
     if watched.answer < watched.named:
-        advice = "if those are away, nobody tells which Redis is the primary, and hints stop; check the address"
+        advice = "if those are away, nothing says which Redis is the primary, and hints stop; check the address"
         findings.append(warning(subject, f"{watched.answer} of {watched.named} answer", advice))
     if watched.up < SENTINELS:
         advice = "if one is away, no new primary is chosen, and hints stop"

@@ -31,7 +31,7 @@ _ANSWERED = {
     "remote_write": "the standby's memory: a crash of both machines at once may lose it",
 }
 
-# Of the synchronous: whoever replays nothing copies the log (pg_receivewal), and a logical slot is a subscriber's.
+# A synchronous connection that replays nothing only copies the log (pg_receivewal); one with a logical slot is a subscriber's.
 _REPLICATION = text("""
 SELECT current_setting('synchronous_standby_names') AS names,
        current_setting('synchronous_commit') AS synchronous_commit,

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from benchmarks.soak import Series
+from benchmarks.soak import NOTHING_WRONG, Series, compared, too_short
 
 
 def measured(base: float, per_million: float, noise: float) -> Series:
@@ -54,3 +54,25 @@ def test_what_falls_now_and_then_rises_only_if_it_does_so_beyond_that(per_millio
     for sample in range(1, 101):
         series.add(sample * 10_000, 100.0 + 2.0 * ((sample + 22) % 56) + per_million * sample / 100)
     assert series.rises() is rises
+
+
+@pytest.mark.parametrize(
+    ("with_rows", "twice", "letters", "found"),
+    [
+        ({1, 2, 3}, 0, {"0"}, NOTHING_WRONG),
+        ({1, 3}, 0, {"0"}, "lost=1 doubled=0"),
+        ({1, 2, 3}, 1, {"0"}, "lost=0 doubled=1"),
+        ({1, 2, 3}, 0, set(), "lost=1 doubled=0"),  # what fails has a letter
+        ({0, 1, 2, 3}, 0, {"0"}, "lost=0 doubled=1"),  # and no row
+        ({1, 2}, 1, {"0"}, "lost=1 doubled=1"),  # as many rows as there should be
+    ],
+)
+def test_a_soak_compares_rows_and_letters_by_number(
+    with_rows: set[int], twice: int, letters: set[str], found: str
+) -> None:
+    assert compared(4, {0}, with_rows, twice, letters) == found
+
+
+@pytest.mark.parametrize(("samples", "warm", "is_short"), [(100, 120.0, False), (29, 120.0, True), (100, 119.0, True)])
+def test_a_short_soak_shows_nothing(samples: int, warm: float, is_short: bool) -> None:
+    assert bool(too_short(samples, warm, kept=60.0)) is is_short
