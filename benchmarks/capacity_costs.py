@@ -25,6 +25,8 @@ from sqlalchemy.orm import Session
 
 import services
 
+from .wal import written
+
 # What is measured: a task of jobs.py for each.
 KINDS = {"plain": "unique", "effect": "outside", "batch": "batch"}
 COMPONENTS = ("caller", "worker", "relay", "beat", "postgres", "redis", "rabbitmq")
@@ -33,7 +35,6 @@ ACCEPTED, WARM = 500, 500
 # Seconds of nothing to do, without an operation that ends, and from one question to the next.
 IDLE, STUCK, LOOK = 30.0, 300.0, 0.5
 
-_WRITTEN = text("SELECT (pg_current_wal_lsn() - '0/0'::pg_lsn)::bigint")
 _COMMITS = text("SELECT xact_commit FROM pg_stat_database WHERE datname = current_database()")
 _SENT = text(
     "SELECT count(*) + coalesce(sum(resends), 0)::bigint FROM idempotency.outbox WHERE published_at IS NOT NULL"
@@ -94,7 +95,7 @@ class Machine:
         return Counts(
             time.monotonic(),
             {name: _cpu(process, alone=name == "caller") for name, process in self._processes.items()},
-            int(self._asked(_WRITTEN)),
+            written(self._connection),
             int(self._asked(_COMMITS)),
             int(self._asked(_SENT)),
             int(self._redis.info("stats")["total_commands_processed"]),

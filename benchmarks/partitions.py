@@ -18,6 +18,7 @@ from idempotency.store import partitioning, partitions, purge
 
 from .backlog import COMPLETED
 from .scale import PASS, SERVICE, Beside, attempts, database, fill
+from .wal import written
 
 # How many partitions of before there are, beside the present one and those made ahead.
 MANY = (7, 30, 90)
@@ -116,7 +117,7 @@ def _drop(connection: Connection) -> int:
 
 
 def _measure(connection: Connection, into: Removed, remove: Callable[[Connection], int]) -> None:
-    before, began = _written(connection), time.perf_counter()
+    before, began = written(connection), time.perf_counter()
     while remove(connection):
         pass
     into.seconds.append(time.perf_counter() - began)
@@ -124,7 +125,7 @@ def _measure(connection: Connection, into: Removed, remove: Callable[[Connection
     if left:
         raise RuntimeError(f"{left} operations were left")
     connection.execute(text("VACUUM idempotency.records"))  # part of what it costs, though not of the time
-    into.wal.append(_written(connection) - before)
+    into.wal.append(written(connection) - before)
     into.left.append(connection.execute(_SIZE).scalar_one())
 
 
@@ -133,7 +134,3 @@ SELECT sum(pg_total_relation_size(c.oid))::bigint FROM pg_class c
 WHERE c.relkind = 'r' AND (c.oid = 'idempotency.records'::regclass
     OR c.oid IN (SELECT inhrelid FROM pg_inherits WHERE inhparent = 'idempotency.records'::regclass))
 """)
-
-
-def _written(connection: Connection) -> int:
-    return int(connection.execute(text("SELECT pg_current_wal_lsn() - '0/0'::pg_lsn")).scalar_one())

@@ -7,7 +7,6 @@ The least CPU of several rounds is what other processes of a shared machine dist
 
 from __future__ import annotations
 
-import contextlib
 import cProfile
 import itertools
 import os
@@ -15,8 +14,7 @@ import pstats
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -25,10 +23,9 @@ from typing import Annotated, Any
 import redis
 import typer
 from opentelemetry.sdk.trace import TracerProvider
-from psycopg.pq import Trace
 from rich.console import Console
 from rich.table import Table
-from sqlalchemy import Connection, create_engine
+from sqlalchemy import create_engine
 
 import services
 from idempotency.application import close_runtime, runtime_of
@@ -37,8 +34,8 @@ from idempotency.store import schema
 
 from . import purchase
 from .attempts import Delivered, carry_out
+from .round_trips import Connect, counted
 
-Connect = Callable[[], AbstractContextManager[Connection]]
 Run = Callable[[int], object]
 
 # Of the attempts whose CPU is measured. Those of a trace cost more, and are not; nor are the first.
@@ -158,33 +155,6 @@ def _run(task: Any, attempts: int) -> None:
         return Delivered(headers, [number], {})
 
     carry_out(task, map(delivered, itertools.islice(_numbers, attempts)))
-
-
-@contextmanager
-def counted(connects: Sequence[Connect]) -> Iterator[Counter[str]]:
-    """Count round trips on the connections that these give in libpq's trace: each ends with ReadyForQuery."""
-    trips: Counter[str] = Counter()
-    with contextlib.ExitStack() as stack:
-        traces = []
-        for connect in connects:
-            with connect() as connection:  # opened by the warm-up, and given again to the next that asks
-                wire = connection.connection.driver_connection.pgconn  # type: ignore[union-attr]
-            trace = stack.enter_context(tempfile.TemporaryFile())
-            wire.trace(trace.fileno())
-            wire.set_trace_flags(Trace.SUPPRESS_TIMESTAMPS)
-            stack.callback(wire.untrace)
-            traces.append((wire, trace))
-        yield trips
-        for wire, trace in traces:
-            wire.untrace()  # writes what libpq still holds back
-            trace.seek(0)
-            sent = "statement"
-            for line in trace:
-                if line.startswith(b"F") and b"Query" in line:
-                    sent = next((name for name in ("BEGIN", "COMMIT") if name.encode() in line), "statement")
-                elif line.startswith(b"B") and b"ReadyForQuery" in line:
-                    trips[sent] += 1
-                    sent = "statement"
 
 
 def _commands(client: redis.Redis) -> int:

@@ -13,7 +13,8 @@ from sqlalchemy import Engine, text
 
 from idempotency.application import runtime_of
 
-from . import jobs, profile, saga_tasks
+from . import jobs, saga_tasks
+from .round_trips import counted
 
 FEW, MANY = 10, 1000
 # Steps around the tenth, and before the last, that are compared.
@@ -62,7 +63,7 @@ def measure(database: Engine, *, rounds: int, many: int = MANY) -> Costs:
             taken.append(1e3 * (time.perf_counter() - began))
     for saga, steps in ((short, FEW), (number, many)):
         _due(database, saga)
-        with profile.counted([runtime.engine.connect, runtime.autocommit]) as trips:
+        with counted([runtime.engine.connect, runtime.autocommit]) as trips:
             _deliver(saga, steps)
         costs.trips[steps] = sum(trips.values())
     return costs

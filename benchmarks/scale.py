@@ -14,10 +14,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 from rich.progress import track
-from sqlalchemy import Connection, Engine, create_engine, text
+from sqlalchemy import Engine, create_engine, text
 
 import services
 from idempotency.attempt.attempt import Attempt
@@ -32,6 +31,7 @@ from idempotency.wire.keys import OperationId, fingerprint
 
 from .backlog import COMPLETED, RELEASED, WAITING
 from .jobs import INSERT, TABLE
+from .wal import written
 
 OPERATION, SERVICE = "benchmarks.scale", "benchmarks"
 # Rows that one pass of the purge deletes at most, as in maintenance.
@@ -200,11 +200,11 @@ def held_open(running: services.Services, *, rounds: int, many: int) -> Held:
         sides = [(small, seconds.without, wal.without), (large, seconds.beside, wal.beside)]
         for round_ in range(rounds + 1):
             for runtime, of_side, of_log in sides if round_ % 2 else sides[::-1]:
-                before = _written(connection)
+                before = written(connection)
                 took = attempts(runtime, many)
                 if round_:
                     of_side.append(took)
-                    of_log.append([(_written(connection) - before) / many])
+                    of_log.append([(written(connection) - before) / many])
         holder.rollback()
         connection.execute(text("SELECT pg_stat_force_next_flush()"))
         dead = connection.execute(_DEAD).scalar_one()
@@ -212,8 +212,3 @@ def held_open(running: services.Services, *, rounds: int, many: int) -> Held:
 
 
 _DEAD = text("SELECT sum(n_dead_tup)::bigint FROM pg_stat_user_tables WHERE schemaname = 'idempotency'")
-
-
-def _written(connection: Connection) -> int:
-    found: Any = connection.execute(text("SELECT pg_current_wal_lsn() - '0/0'::pg_lsn")).scalar_one()
-    return int(found)

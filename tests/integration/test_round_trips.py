@@ -9,7 +9,7 @@ import pytest
 from celery import Celery
 from sqlalchemy import Engine, text
 
-from benchmarks.profile import counted
+from benchmarks.round_trips import counted
 from idempotency import IdempotentTask, OperationId
 from idempotency.application import runtime_of
 from idempotency.attempt.batch import claim_together

@@ -1,4 +1,4 @@
-"""How long each page of `idempotency web` takes over a large database: `python -m benchmarks.page`.
+"""How long each page of `idempotency web` takes over a large database: `python -m benchmarks.web_pages`.
 
 Makes a database with so many operations and dead letters in servers of its own, asks every page several times, and prints each
 one's slowest answer, with the slowest of all in the last line.
@@ -151,7 +151,7 @@ async def paths(client: httpx.AsyncClient) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.page")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.web_pages")
     parser.add_argument("--operations", type=int, default=1_000_000)
     parser.add_argument("--letters", type=int, default=100_000)
     parser.add_argument("--rounds", type=int, default=3)
