@@ -322,6 +322,22 @@ def test_workers_are_scaled_by_their_queues_and_by_a_figure_that_is_served() -> 
             )
 
 
+def test_the_page_gives_the_figures_that_workers_are_scaled_by() -> None:
+    page = " ".join((ROOT / "docs" / "kubernetes.md").read_text().split())
+    specs = {each["metadata"]["name"]: each["spec"] for each in of_kind(PRODUCTION, "ScaledObject")}
+    worker, webhooks = (
+        f"{specs[name]['minReplicaCount']}–{specs[name]['maxReplicaCount']}" for name in ("worker", "webhooks")
+    )
+    assert f"by KEDA, {worker} and {webhooks}" in page
+    lengths = {
+        name: {trigger["metadata"]["value"] for trigger in spec["triggers"][:-1]} for name, spec in specs.items()
+    }
+    (of_worker,), (of_webhooks,) = lengths["worker"], lengths["webhooks"]
+    assert f"{of_worker} messages a pod (`webhooks`: {of_webhooks})" in page
+    (age,) = {spec["triggers"][-1]["metadata"]["threshold"] for spec in specs.values()}
+    assert f"one pod for each {age} s that the oldest accepted operation has been due" in page
+
+
 @monitoring.needs_prometheus
 @pytest.mark.parametrize(("oldest", "wanted"), [(None, 0), (75, 75)])
 def test_the_age_is_a_figure_as_long_as_the_backlog_is_scraped(tmp_path: Path, oldest: int | None, wanted: int) -> None:
