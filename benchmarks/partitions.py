@@ -15,6 +15,7 @@ from sqlalchemy import Connection, Engine, text
 import services
 from idempotency.attempt.runtime import Runtime
 from idempotency.store import partitioning, partitions, purge
+from idempotency.store.sweeps import AT_ONCE
 
 from .backlog import COMPLETED
 from .scale import PASS, SERVICE, Beside, attempts, database, fill
@@ -109,7 +110,8 @@ def removing(running: services.Services, *, rounds: int, rows: int) -> tuple[Rem
 
 
 def _delete(connection: Connection) -> int:
-    return purge.operations(connection, SERVICE, horizon=0.0, limit=PASS)[0]
+    # without the rests of a purge in a relay, which a drop does not need
+    return purge.operations(connection, SERVICE, horizon=0.0, limit=PASS, pace=AT_ONCE)[0]
 
 
 def _drop(connection: Connection) -> int:

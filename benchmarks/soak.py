@@ -66,7 +66,7 @@ ERRORS, SHARE, COUNTED = 3.0, 0.05, 20
 MOST_CORRELATED = 0.9
 MB = 1024 * 1024
 
-NOTHING_WRONG = "lost=0 doubled=0"
+NOTHING_WRONG = "lost=0 doubled=0 misreported=0"
 
 _TABLES = text("""
 SELECT sum(pg_total_relation_size(c.oid))::float8 FROM pg_class c
@@ -384,8 +384,10 @@ def _wrong(soak: Soak, engine: Engine, operations: int) -> str:
 
 def compared(operations: int, failing: set[int], with_rows: set[int], twice: int, letters: set[str]) -> str:
     """Rows and letters beside the operations, by number, and not by how many there are."""
-    lost = operations - len(failing | with_rows) + sum(str(number) not in letters for number in failing)
-    return f"lost={lost} doubled={twice + len(failing & with_rows)}"
+    expected = {str(number) for number in failing}
+    lost = operations - len(failing | with_rows) + len(expected - letters)
+    # `misreported`: a letter says that it failed, whatever has become of its row
+    return f"lost={lost} doubled={twice + len(failing & with_rows)} misreported={len(letters - expected)}"
 
 
 @dataclass(frozen=True)

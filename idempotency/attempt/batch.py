@@ -12,9 +12,9 @@ record. So a body that shares a transaction may run up to three times for one at
 
 from __future__ import annotations
 
-import re
-import secrets
-from collections.abc import Callable, Mapping, Sequence
+import math
+import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,29 +25,24 @@ from sqlalchemy import Connection
 from sqlalchemy.exc import DBAPIError, IntegrityError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
-from ..errors import IdempotencyError, LeaseLost
+from ..errors import LeaseLost
 from ..framework import Framework, framework
 from ..observe import metrics
 from ..observe.crash_points import crash_point
 from ..observe.logs import log
 from ..store import batches, operations
 from ..store.answers import Claimed, Completed, claim_of
-from ..store.connections import act_for
-from ..store.statements import describe, execute
+from ..store.statements import describe
 from ..wire.delivery import Delivery
 from .attempt import Attempt
 from .endings import Finished
 from .heartbeat import Holding
 from .policy import Policy
 from .runtime import Runtime
-from .session import LEADING, sessions_of
+from .sharing import SharingAttempt, run_within
 
 # The body of a delivery, given by its place in the batch.
-BatchBody = Callable[[int, "BatchedAttempt"], Any]
-# What a body has SET would be so for the next ones.
-_SETS = re.compile(LEADING + r"(?:set|reset|discard|do)\b|.*\bset_config\b", re.IGNORECASE | re.DOTALL)
-# A call of `idempotency.about`, as `enqueue` makes one, and the name of the parameter that is its tenant.
-_ABOUT = re.compile(r'\babout"?\s*\(\s*(?:%\((\w+)\)s)?', re.IGNORECASE)
+BatchBody = Callable[[int, "SharingAttempt"], Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,61 +72,35 @@ class Answer:
         return replace(holding.claim, asked_at=holding.renewed_at, has_hint=holding.is_renewed)
 
 
-class Alone(IdempotencyError):
-    """This body needs a transaction of its own."""
-
-
-class BatchedAttempt(Attempt):
-    """An attempt whose body shares its transaction with others. It may not commit anything before its end."""
-
-    # Whether the body has rolled back past SQLAlchemy, and so what others had written.
-    has_rolled_back = False
-    # Whether the transaction may be about another tenant, too.
-    is_about_others = False
-    # Its span, which is noted with its end.
-    trace: str | None = None
-
-    def check_may_begin(self) -> None:
-        self.leave()
-
-    def watch(self, statement: str, parameters: Any) -> None:
-        """Leave because of a statement that sets something, and note one that names another tenant."""
-        if _SETS.match(statement):
-            self.leave()
-        given = parameters if isinstance(parameters, Mapping) else {}
-        if any(given.get(name) != self.claim.id.tenant for name in _ABOUT.findall(statement)):
-            self.is_about_others = True
-
-    def leave(self) -> None:
-        """Have the body run alone, even if it catches what this raises."""
-        self.stopped = True
-        raise Alone(f"{self.claim.id.task}: needs a transaction of its own")
-
-
-def run_together(runtime: Runtime, deliveries: Sequence[Delivery], policy: Policy, body: BatchBody) -> list[Answer]:
+def run_together(
+    runtime: Runtime,
+    deliveries: Sequence[Delivery],
+    tokens: Sequence[str],
+    policy: Policy,
+    body: BatchBody,
+    ends_at: float = math.inf,
+) -> list[Answer]:
     """Claim, run and commit these deliveries of one task and tenant, with keys that differ; one answer for each.
 
-    Raises what ends the process, and `SoftTimeLimitExceeded`, and gives the claims back then: whatever else goes wrong, they
-    are run alone.
+    Each is claimed under its token. `ends_at`: by the monotonic clock; nothing is begun or committed after it. Raises what ends
+    the process, and `SoftTimeLimitExceeded`, also for that: the caller gives back then what is claimed under the tokens.
+    Whatever else goes wrong, they are run alone.
     """
-    tokens = [secrets.token_hex(16) for _ in deliveries]
     done: dict[int, Finished] = {}
-    attempts: dict[int, BatchedAttempt] = {}
+    attempts: dict[int, SharingAttempt] = {}
     completed: dict[str, Completed] = {}
     try:
         if type(framework()) is Framework:  # a framework's own connection is in one session at a time
             claims, completed = _claim_or_answer(runtime, deliveries, tokens)
             attempts = {
-                place: BatchedAttempt(runtime, claim, delivery, policy)
+                place: SharingAttempt(runtime, claim, delivery, policy)
                 for place, delivery in enumerate(deliveries)
                 if (claim := claims.get(delivery.id.key)) is not None
             }
-            done = _Batch(runtime, attempts, policy, body).run()
-    except BaseException as error:
-        if not isinstance(error, Exception) or isinstance(error, SoftTimeLimitExceeded):
-            for attempt in attempts.values():
-                _release(attempt)
-            raise
+            done = _Batch(runtime, attempts, policy, body, ends_at).run()
+    except SoftTimeLimitExceeded:
+        raise
+    except Exception as error:
         # Its COMMIT may have succeeded. The records know, and each delivery asks its own.
         log.warning("batch_not_committed", task=deliveries[0].id.task, many=len(attempts), error=describe(error))
     finally:
@@ -149,13 +118,12 @@ def run_together(runtime: Runtime, deliveries: Sequence[Delivery], policy: Polic
     ]
 
 
-def claim_together(runtime: Runtime, deliveries: Sequence[Delivery]) -> list[Answer]:
+def claim_together(runtime: Runtime, deliveries: Sequence[Delivery], tokens: Sequence[str]) -> list[Answer]:
     """Claim these deliveries of one task and tenant, with keys that differ, to be run one after the other.
 
-    The heartbeat renews the claims of those that wait. Raises `SoftTimeLimitExceeded`; whatever else goes wrong, they are
+    The heartbeat renews the claims of those that wait. Raises as `run_together` does; whatever else goes wrong, they are
     claimed alone.
     """
-    tokens = [secrets.token_hex(16) for _ in deliveries]
     try:
         claims, completed = _claim_or_answer(runtime, deliveries, tokens)
     except SoftTimeLimitExceeded:
@@ -230,7 +198,15 @@ def _claim_or_answer(
 
 
 class _Batch:
-    def __init__(self, runtime: Runtime, attempts: dict[int, BatchedAttempt], policy: Policy, body: BatchBody) -> None:
+    def __init__(
+        self,
+        runtime: Runtime,
+        attempts: dict[int, SharingAttempt],
+        policy: Policy,
+        body: BatchBody,
+        ends_at: float,
+    ) -> None:
+        self._ends_at = ends_at
         self._runtime = runtime
         self._attempts = attempts
         self._policy = policy
@@ -267,9 +243,10 @@ class _Batch:
         return {place: Finished(self._attempts[place].claim, result) for place, (result, _) in written.items()}
 
     def _stays(
-        self, connection: Connection, place: int, attempt: BatchedAttempt, *, savepoint: bool
+        self, connection: Connection, place: int, attempt: SharingAttempt, *, savepoint: bool
     ) -> tuple[Any, str] | None:
         """Run a body. Returns its result, also as text; None: it cannot stay, and nothing of it does."""
+        self._check_time()
         try:
             body = partial(self._body, place)
             return run_within(self._runtime, connection, attempt, body, savepoint=savepoint)
@@ -278,11 +255,17 @@ class _Batch:
         except Exception as error:
             if not savepoint:
                 raise _NotAll from error
-            if connection.invalidated or not connection.in_transaction() or attempt.has_rolled_back:
+            if connection.invalidated or not connection.in_transaction() or attempt.has_spoilt:
                 raise
             return None
 
+    def _check_time(self) -> None:
+        """Raise `SoftTimeLimitExceeded`, which the pool raises once: a body may have handled it."""
+        if time.monotonic() >= self._ends_at:
+            raise SoftTimeLimitExceeded
+
     def _complete(self, connection: Connection, written: dict[int, tuple[Any, str]]) -> None:
+        self._check_time()
         attempts = [self._attempts[place] for place in written]
         for attempt in attempts:
             attempt.check_lease()
@@ -295,53 +278,6 @@ class _Batch:
             lease=self._runtime.settings.lease,
         )
         crash_point("finish.written")
-
-
-def run_within(
-    runtime: Runtime,
-    connection: Connection,
-    attempt: BatchedAttempt,
-    body: Callable[[Any], Any],
-    *,
-    savepoint: bool = False,
-) -> tuple[Any, str]:
-    """Run a body in a transaction that others share, and flush what it wrote. Returns its result, and that as text.
-
-    Raises what the body raises, and `Alone`. Without a `savepoint`, only a rollback of all undoes what it wrote by then.
-    """
-    session = sessions_of(runtime.engine).within(connection, savepoint=savepoint)
-    attempt.writes.use(session)
-    attempt.stopped, attempt.is_about_others, shared = False, False, connection.get_transaction()
-    session.watch = attempt.watch
-    driver: Any = connection.connection.driver_connection
-    rollbacks = getattr(driver, "rollbacks", 0)
-    try:
-        try:
-            if session.tells_of_commit:
-                attempt.leave()
-            result = body(attempt)
-            stored = runtime.stored_result(result)
-            session.flush()
-        finally:
-            attempt.has_rolled_back = getattr(driver, "rollbacks", 0) != rollbacks
-        if (
-            attempt.stopped
-            or session.tells_of_commit
-            or attempt.has_rolled_back
-            or not connection.in_transaction()
-            or connection.get_transaction() is not shared
-        ):
-            attempt.leave()  # perhaps it has rolled back more than its own
-        if savepoint:  # at COMMIT, a violation would roll back everything
-            execute(connection, "SET CONSTRAINTS ALL IMMEDIATE")
-            execute(connection, "SET CONSTRAINTS ALL DEFERRED")
-        session.end_with_commit()  # of the savepoint, if there is one
-        if attempt.is_about_others:
-            act_for(connection, [attempt.claim.id.tenant])
-    finally:
-        session.watch = None
-        session.end()
-    return result, stored
 
 
 class _NotAll(Exception):

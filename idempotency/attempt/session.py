@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from sqlalchemy import Connection, Engine, event
+from sqlalchemy import Connection, Engine, NestedTransaction, event
 from sqlalchemy.orm import Session, sessionmaker
 
 from ..errors import SessionNotYours
@@ -21,6 +21,8 @@ class AttemptSession(Session):
 
     _may_commit = False
     _owned: Connection | None = None
+    # behind which its transaction is, inside of that of its connection
+    _savepoint: NestedTransaction | None = None
     # whose transaction this session's is inside of, on one connection in a test
     _inside: AttemptSession | None = None
     # whose rows its transactions are about, where row-level security wants to know
@@ -79,8 +81,14 @@ class AttemptSession(Session):
 
     @property
     def tells_of_commit(self) -> bool:
-        """Whether someone listens for the session's commit."""
-        return bool(self.dispatch.after_commit)
+        """Whether someone listens for the session's commit, or for the end of its transaction, which ends before."""
+        return bool(self.dispatch.after_commit) or any(
+            listener is not _disown for listener in self.dispatch.after_transaction_end
+        )
+
+    def leaves_savepoints(self, connection: Connection) -> bool:
+        """Whether a savepoint is there that is not this session's own, on the connection whose transaction it is inside of."""
+        return connection.get_nested_transaction() is not (self._savepoint if self.in_transaction() else None)
 
     def end_with_commit(self) -> None:
         """Commit, for the session's owner."""
@@ -159,7 +167,7 @@ def _refuse_commit(session: AttemptSession) -> None:
         raise SessionNotYours(_REFUSAL)
 
 
-def _own(session: AttemptSession, _: Any, connection: Connection) -> None:
+def _own(session: AttemptSession, transaction: Any, connection: Connection) -> None:
     owned = session._owned
     if owned is not None and owned is not connection and not owned.closed:
         raise SessionNotYours(
@@ -170,6 +178,8 @@ def _own(session: AttemptSession, _: Any, connection: Connection) -> None:
     if (before := getattr(driver, "owner", None)) is not session:
         session._inside, driver.owner = before, session
     session._owned = connection
+    if transaction.parent is None:
+        session._savepoint = connection.get_nested_transaction()
     if session._tenant is not None:
         act_for(connection, [session._tenant])
 

@@ -22,9 +22,10 @@ from ..wire.delivery import Delivery
 from ..wire.headers import ORIGIN_HEADER
 from ..wire.keys import HTTP_TASK, OperationId
 from .attempt import Attempt
-from .batch import BatchBody, BatchedAttempt
+from .batch import BatchBody
 from .endings import Ended, Ending, Fail, Finished, Release
 from .runtime import Runtime
+from .sharing import SharingAttempt
 
 OutcomeT = TypeVar("OutcomeT")
 # Of a delivery that neither ran nor met what had: its key is another request's, or it came too late.
@@ -72,7 +73,7 @@ class BatchSpans:
         self._body = body
         self._spans: dict[int, Span] = {}
 
-    def run(self, place: int, attempt: BatchedAttempt) -> Any:
+    def run(self, place: int, attempt: SharingAttempt) -> Any:
         """Run one body, perhaps once more. Its span is noted with its end, so that it costs no statement of its own."""
         if self._traces is None:
             return self._body(place, attempt)

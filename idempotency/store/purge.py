@@ -6,7 +6,7 @@ An application deletes what is its own, by its own retentions, and what has no n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -15,15 +15,18 @@ from sqlalchemy import Connection, Row
 from ..wire.keys import HTTP_TASK
 from . import sweeps
 from .stream_places import IS_SHOWN
-from .sweeps import RECORD_ID, THIS_RECORD, Sweep
+from .sweeps import RECORD_ID, THIS_RECORD, Pace, Sweep
 
 # A record that must stay is looked at again after an hour, so that it does not cost every pass something. Seconds.
 KEEP = 3600.0
-# Rows that one statement of a purge deletes, and how long it pauses after each, in times of what that took: claims beside it have
+# Rows that one statement of a purge deletes, and how long it rests after each, in times of what that took: claims beside it have
 # three quarters of the time alone, and wait for little at once. What it deletes at this pace (`make bench ONLY=purge`) is still
 # many times what workers complete.
 BATCH = 100
 REST = 3.0
+RESTING = Pace(REST)
+# How many were deleted, and whether more may be due.
+Done = tuple[int, bool]
 # Events, or rows of sagas, that one statement deletes.
 FORGOTTEN = 10_000
 # How long a row that was set aside and is no longer due is kept for people to see, in seconds.
@@ -224,31 +227,29 @@ _LATE_OPERATIONS = replace(
 )
 
 
-def letters(connection: Connection, service: str, *, retention: float, limit: int) -> tuple[int, bool]:
+def letters(connection: Connection, service: str, *, retention: float, limit: int, pace: Pace = RESTING) -> Done:
     """Delete letters of `service` closed more than `retention` seconds ago. Returns how many, and whether more may be due."""
-    return sweeps.run(connection, LETTERS, {"service": service, "retention": retention}, limit=limit)
+    return sweeps.run(connection, LETTERS, {"service": service, "retention": retention}, limit=limit, pace=pace)
 
 
 def operations(
-    connection: Connection, service: str, *, horizon: float, limit: int, late: float = 0.0
-) -> tuple[int, bool]:
+    connection: Connection, service: str, *, horizon: float, limit: int, late: float = 0.0, pace: Pace = RESTING
+) -> Done:
     """Delete operations past their retention with their rows, at least `horizon` seconds after the last publish.
 
     `late`: only those that have been past it for so many seconds. Returns how many, and whether more may be due.
     """
     bounds = {"service": service, "keep": KEEP, "horizon": horizon} | ({"late": late} if late else {})
     sweep = _LATE_OPERATIONS if late else OPERATIONS
-    return _both(
-        sweeps.run(connection, each, bounds, limit=limit, batch=BATCH, rest=REST) for each in _with_unnamed(sweep)
-    )
+    return _both(connection, sweep, bounds, limit, pace)
 
 
-def requests(connection: Connection, service: str, *, retention: float, limit: int) -> tuple[int, bool]:
+def requests(connection: Connection, service: str, *, retention: float, limit: int, pace: Pace = RESTING) -> Done:
     """Delete requests of the HTTP edge that no client has repeated for `retention` seconds.
 
     Returns how many, and whether more may be due.
     """
-    return sweeps.run(connection, REQUESTS, {"service": service, "retention": retention}, limit=limit)
+    return sweeps.run(connection, REQUESTS, {"service": service, "retention": retention}, limit=limit, pace=pace)
 
 
 def end_abandoned(
@@ -286,26 +287,30 @@ def lock_abandoned(
 
 
 def rows(
-    connection: Connection, service: str, status: str, *, retention: float, horizon: float, limit: int
-) -> tuple[int, bool]:
+    connection: Connection,
+    service: str,
+    status: str,
+    *,
+    retention: float,
+    horizon: float,
+    limit: int,
+    pace: Pace = RESTING,
+) -> Done:
     """Delete rows with this status, settled more than `retention` seconds ago, whose operation has ended or has no record.
 
     Returns how many, and whether more may be due.
     """
     bounds = {"service": service, "status": status, "retention": retention, "horizon": horizon}
-    return _both(
-        sweeps.run(connection, sweep, bounds, limit=limit, batch=BATCH, rest=REST) for sweep in _with_unnamed(ROWS)
+    return _both(connection, ROWS, bounds, limit, pace)
+
+
+def _both(connection: Connection, sweep: Sweep, bounds: Mapping[str, Any], limit: int, pace: Pace) -> Done:
+    """A sweep of what is the application's, and one of what has no name: one condition for both would not find its index."""
+    unnamed = replace(sweep, due=sweep.due.replace(_OWN, "r.service IS NULL"))
+    of_own, of_unnamed = (
+        sweeps.run(connection, each, bounds, limit=limit, batch=BATCH, pace=pace) for each in (sweep, unnamed)
     )
-
-
-def _with_unnamed(sweep: Sweep) -> tuple[Sweep, Sweep]:
-    """The sweep, and the same one for what has no name: two, since one condition for both would not find its index."""
-    return sweep, replace(sweep, due=sweep.due.replace(_OWN, "r.service IS NULL"))
-
-
-def _both(done: Iterable[tuple[int, bool]]) -> tuple[int, bool]:
-    numbers, more = zip(*done, strict=True)
-    return sum(numbers), any(more)
+    return of_own[0] + of_unnamed[0], of_own[1] or of_unnamed[1]
 
 
 def forget_alerts(connection: Connection, *, retention: float) -> None:

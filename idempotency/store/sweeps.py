@@ -7,6 +7,7 @@ is set aside in a table, logged, counted, and tried again later.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -26,6 +27,8 @@ from .statements import READ_ONLY, describe, repeatable, sqlstate
 BATCH = 500
 # How long a sweep waits for a locked row of another table; the next pass tries again.
 LOCK_TIMEOUT_MS = 200
+# Seconds that a sweep rests after one batch, at the longest.
+LONGEST_REST = 10.0
 # A refused row is tried again after a minute, then twice as long each time, up to an hour.
 FIRST_PAUSE = 60.0
 LONGEST_PAUSE = 3600.0
@@ -103,6 +106,28 @@ class Sweep:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How a sweep that may take long goes on after each batch."""
+
+    # How long it rests, in times of what the batch took, so that others have the disk and the processors.
+    rest: float = 0.0
+    # Told before and after, by which others know that it hangs nowhere.
+    progressed: Callable[[], object] = lambda: None
+    # When it ends, by the monotonic clock; what is left is for the next pass.
+    until: float = math.inf
+
+    def goes_on(self, took: float) -> bool:
+        """Rest after a batch that took so many seconds. Whether there is time for another one."""
+        self.progressed()
+        time.sleep(min(self.rest * took, LONGEST_REST))
+        self.progressed()
+        return time.monotonic() < self.until
+
+
+AT_ONCE = Pace()
+
+
 def run(
     connection: Connection,
     sweep: Sweep,
@@ -110,11 +135,11 @@ def run(
     *,
     limit: int,
     batch: int = BATCH,
-    rest: float = 0.0,
+    pace: Pace = AT_ONCE,
 ) -> tuple[int, bool]:
     """Handle what is due, up to about `limit` rows. Returns how many were handled, and whether more may be due.
 
-    `batch`: rows for each statement. `rest`: how long to pause after each batch, in times of what it took, so that others have the disk and the processors.
+    `batch`: rows for each statement.
     """
     handled = seen = 0
     fields = {**parameters, "batch": batch}
@@ -137,7 +162,8 @@ def run(
             seen += found
             if found < batch or not moved:
                 return handled, False
-            time.sleep(rest * (time.monotonic() - began))
+            if not pace.goes_on(time.monotonic() - began):
+                break
     return handled, True
 
 

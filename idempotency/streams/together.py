@@ -15,10 +15,10 @@ from typing import Any
 from sqlalchemy import Connection
 
 from ..attempt.attempt import Attempt
-from ..attempt.batch import BatchedAttempt, run_within
 from ..attempt.exits import exits_are_errors
 from ..attempt.policy import Policy
 from ..attempt.runtime import Runtime
+from ..attempt.sharing import SharingAttempt, run_within
 from ..observe import metrics
 from ..observe.crash_points import crash_point
 from ..store import batches, streams
@@ -50,7 +50,7 @@ class Committed:
     position: int
 
 
-class UnclaimedAttempt(BatchedAttempt):
+class UnclaimedAttempt(SharingAttempt):
     """An attempt whose operation has no record before the commit: no lease has to be renewed, and none can be lost."""
 
     def __init__(self, runtime: Runtime, prepared: Prepared, policy: Policy) -> None:

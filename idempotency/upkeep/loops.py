@@ -6,6 +6,7 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 from celery import Celery
@@ -18,6 +19,7 @@ from ..observe.outages import Pauses
 from ..observe.unreachable import reason
 from ..relay.relay import Relay
 from ..relay.resend import resend_lost
+from ..store import purge
 from ..store.statements import is_news
 from . import alarms, alerts, maintenance, objects
 from .presence import SignOfLife
@@ -28,9 +30,10 @@ UPKEEP_PAUSE = 1.0
 DEATH_WATCH = 2.0
 # How often it checks for something to alert about; each service and reason also keeps to alert_interval.
 ALERT_WATCH = 5.0
-# How often it purges, and how many rows at a time; while there are more, it goes on without a pause.
+# How often it purges, and how many rows and seconds at a time, since alerts wait meanwhile; while there are more, it goes on.
 PURGE_WATCH = 60.0
 PURGE_LIMIT = 5_000
+PURGE_TIME = 20.0
 # The longest pause between two looks through the large results for those that nothing refers to.
 OBJECT_WATCH = 12 * 3600.0
 
@@ -102,7 +105,8 @@ def _upkeep(celery: Celery, stop: threading.Event, progressed: Callable[[], obje
                 alarms.run_once(celery)
             if now >= purge_at:
                 purge_at = now + PURGE_WATCH
-                if maintenance.purge_once(celery, limit=PURGE_LIMIT).more:
+                pace = replace(purge.RESTING, progressed=progressed, until=now + PURGE_TIME)
+                if maintenance.purge_once(celery, limit=PURGE_LIMIT, pace=pace).more:
                     purge_at = now
             pauses.end()
         except OperationalError as error:

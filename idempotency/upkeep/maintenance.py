@@ -29,7 +29,7 @@ from ..store import purge as past
 from ..store import recover as recovery
 from ..store.answers import Claimed, claim_of, error_text
 from ..store.recover import Bounds
-from ..store.sweeps import BATCH
+from ..store.sweeps import BATCH, Pace
 from ..streams.declaring import stream_of
 from ..wire.keys import OperationId
 from ..worker.task import IdempotentTask
@@ -194,10 +194,10 @@ def purge(app: Celery, *, limit: int = 100 * BATCH) -> int:
     return purge_once(app, limit=limit).operations
 
 
-def purge_once(app: Celery, *, limit: int) -> Purged:
+def purge_once(app: Celery, *, limit: int, pace: Pace = past.RESTING) -> Purged:
     """Delete operations past their retention with their outbox rows, settled rows without operations, and closed letters.
 
-    Of this application, and those without a name; at most about `limit` of each kind. An operation stays while it has
+    Of this application, and those without a name; at most about `limit` of each kind, and at this pace. An operation stays while it has
     an open dead letter, an unpublished outbox row, or one published within the `redelivery_horizon`. An HTTP request
     that did not end, and that no client repeats, goes after `retention_http`; one that has begun an effect or a step
     fails then, with a dead letter. The audit table is never purged.
@@ -208,12 +208,15 @@ def purge_once(app: Celery, *, limit: int) -> Purged:
     settings, service = runtime.settings, runtime.settings.service
     letters_kept, horizon = settings.retention_dead_letters, settings.redelivery_horizon
     with runtime.autocommit() as connection:
-        deleted_letters, more = past.letters(connection, service, retention=letters_kept, limit=limit)
+        deleted_letters, more = past.letters(connection, service, retention=letters_kept, limit=limit, pace=pace)
         dropped, more_partitions, late = partitions.keep_up(
             connection, service, retention=settings.retention_completed, horizon=horizon, limit=limit
         )
-        operations, more_operations = past.operations(connection, service, horizon=horizon, limit=limit, late=late)
+        operations, more_operations = past.operations(
+            connection, service, horizon=horizon, limit=limit, late=late, pace=pace
+        )
         operations += dropped
+        pace.progressed()
         abandoned = past.end_abandoned(
             connection,
             service,
@@ -226,14 +229,16 @@ def purge_once(app: Celery, *, limit: int) -> Purged:
             retention=settings.redelivery_horizon,
             end=lambda names: _end_passed_over(runtime, names),
         )
-        requests, more_requests = past.requests(connection, service, retention=settings.retention_http, limit=limit)
+        requests, more_requests = past.requests(
+            connection, service, retention=settings.retention_http, limit=limit, pace=pace
+        )
         more, rows = more or more_partitions or more_operations or more_requests, 0
         for status, retention in (
             ("published", settings.retention_completed),
             ("failed", settings.retention_failed),
         ):
             deleted, more_rows = past.rows(
-                connection, service, status, retention=retention, horizon=horizon, limit=limit
+                connection, service, status, retention=retention, horizon=horizon, limit=limit, pace=pace
             )
             more, rows = more or more_rows, rows + deleted
         alerts_kept = max(letters_kept, settings.alert_interval * alerts.ALARM_INTERVALS)

@@ -7,6 +7,7 @@ it is, and the trace of any other runs it alone, under its claim if it has one.
 from __future__ import annotations
 
 import math
+import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -98,7 +99,7 @@ def run_batch(
     results: list[Traced | None] = []
     try:
         with suppress(SoftTimeLimitExceeded):
-            _prepare(task, [(request, body) for _, request, body in decoded if body is not None])
+            _prepare(task, [(request, body) for _, request, body in decoded if body is not None], ends_at)
             for traced in _trace_each(trace, name, decoded, calls, ends_at):
                 results.append(traced)
     finally:
@@ -163,7 +164,7 @@ def _decoded(body: Any, content_type: str | None, encoding: str | None, accept: 
     return None
 
 
-def _prepare(task: IdempotentTask[..., Any], calls: Sequence[tuple[dict[str, Any], Any]]) -> None:
+def _prepare(task: IdempotentTask[..., Any], calls: Sequence[tuple[dict[str, Any], Any]], ends_at: float) -> None:
     """Claim what is plain, and run it if it commits together; note in each request what came of it."""
     runtime, found = runtime_of(task.app), dict[tuple[str, str], tuple[Delivery, Context, dict[str, Any]]]()
     policy = Policy.of(task, runtime.settings)
@@ -181,17 +182,24 @@ def _prepare(task: IdempotentTask[..., Any], calls: Sequence[tuple[dict[str, Any
         members = list(group)
         contexts = [context for _, context, _ in members]
         deliveries = [delivery for delivery, _, _ in members]
+        tokens = [secrets.token_hex(16) for _ in members]
+        prepared = [
+            Prepared(delivery, Answer(token, is_in_doubt=True))
+            for delivery, token in zip(deliveries, tokens, strict=True)
+        ]
+        for (_, _, request), each in zip(members, prepared, strict=True):
+            request[PREPARED] = each  # before the claims: what ends the job meanwhile may have left some
         if task.batch_commit == "each":
-            answers = claim_together(runtime, deliveries)
+            answers = claim_together(runtime, deliveries, tokens)
         else:
             spans, finished = BatchSpans(runtime, deliveries, partial(_run_body, task, contexts)), list[int]()
             try:
-                answers = run_together(runtime, deliveries, policy, spans.run)
+                answers = run_together(runtime, deliveries, tokens, policy, spans.run, ends_at)
                 finished = [place for place, answer in enumerate(answers) if answer.finished is not None]
             finally:
                 spans.end(finished)
-        for (delivery, _, request), answer in zip(members, answers, strict=True):
-            request[PREPARED] = Prepared(delivery, answer)
+        for each, answer in zip(prepared, answers, strict=True):
+            each.answer = answer
 
 
 def _is_plain(task: IdempotentTask[..., Any], delivery: Delivery) -> bool:

@@ -20,8 +20,8 @@ from sqlalchemy import URL, event
 from sqlalchemy.pool import ConnectionPoolEntry, Pool
 
 from ..attempt.attempt import Attempt
-from ..attempt.batch import BatchedAttempt
 from ..attempt.runtime import Runtime
+from ..attempt.sharing import SharingAttempt
 from ..errors import CallRefused
 from ..handle import Handle
 from ..wire.keys import OperationId
@@ -52,7 +52,7 @@ def check_no_transaction(runtime: Runtime) -> None:
         if connection is None or _in_use.get(connection) != _taker():
             continue
         if _is_in_transaction(connection) and _is_ours(runtime, url, connection):
-            if isinstance(caller := _caller(), BatchedAttempt):
+            if isinstance(caller := _caller(), SharingAttempt):
                 caller.leave()  # alone it may have none, and a body that catches the refusal would end without its call
             raise CallRefused(
                 "eager call: this thread has a transaction open on the same database; commit it first, or use enqueue()"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from typing import Any
 
 import gevent  # type: ignore[import-untyped]
@@ -18,6 +19,7 @@ from sqlalchemy import Engine, text
 from idempotency import IdempotentTask
 from idempotency.application import runtime_of
 from idempotency.attempt.batch import give_back
+from idempotency.store import batches
 from idempotency.worker import batch
 from idempotency.worker.batch import run_batch
 from idempotency.worker.batching import _Job
@@ -45,13 +47,19 @@ def slow_each(self: IdempotentTask, account: str, seconds: float) -> Any:
     return how
 
 
+@app.task(base=IdempotentTask, bind=True, key="{account}", batch=20, batch_wait=1.0)
+def slow_together(self: IdempotentTask, account: str, seconds: float) -> Any:
+    return slow_each.run.__func__(self, account, seconds)
+
+
 @pytest.mark.long
+@pytest.mark.parametrize("task", [slow_each, slow_together])
 def test_the_workers_soft_time_limit_ends_one_body_and_the_next_runs_by_itself(
-    bank: Celery, engine: Engine, processes: Processes
+    bank: Celery, engine: Engine, processes: Processes, task: Any
 ) -> None:
     """`celery worker --soft-time-limit 1`, or `task_soft_time_limit`."""
     for name in ("e0", "e1"):
-        slow_each.delay(name, 4.0)
+        task.delay(name, 4.0)
     worker = processes.worker("--concurrency", "1", "--soft-time-limit", "1", app="tests.integration.test_batch_limits")
     eventually(lambda: len(accounts(engine)) == 2, what=worker.log)
     assert sorted(accounts(engine)) == ["e0 limited", "e1 limited"]
@@ -220,3 +228,66 @@ def test_a_hard_time_limit_among_greenlets_puts_back_what_has_not_ended(
     assert entered == ["e0"]
     assert states(engine) == dict.fromkeys(("e0", "e1", "e2"), "released")
     assert accounts(engine) == {}
+
+
+@pytest.mark.parametrize("ends", ["returns", "raises"])
+@pytest.mark.parametrize("last", [False, True])
+def test_a_body_that_handles_the_limit_of_a_batch_is_not_committed_with_it(
+    bank: Celery, engine: Engine, ends: str, last: bool
+) -> None:
+    """The pool raises it once: whatever was begun after that would have none."""
+    entered: list[str] = []
+    slow = "e2" if last else "e0"
+
+    def body(self: IdempotentTask, account: str) -> None:
+        entered.append(account)
+        put(self, account)
+        if account == slow and entered.count(account) == 1:
+            try:
+                time.sleep(0.5)
+                raise SoftTimeLimitExceeded
+            except SoftTimeLimitExceeded as error:
+                if ends == "raises":
+                    raise RuntimeError("the provider is too slow") from error
+
+    task = make_task(bank, body, key="{account}", batch=10, max_attempts=1)
+    messages = many(bank, task)
+    bank.finalize()
+    bank.set_current()
+    assert run_batch(lambda *call: trace_task_ret(*call, app=bank), task.name, messages, 0.5) == [None] * 3
+    assert entered == (["e0", "e1", "e2"] if last else ["e0"])
+    assert (states(engine), accounts(engine)) == (dict.fromkeys(("e0", "e1", "e2"), "released"), {})
+    for each_message in messages:
+        run(bank, task, each_message)
+    assert accounts(engine) == {"e0": [1], "e1": [1], "e2": [1]}
+    with engine.connect() as connection:
+        assert connection.execute(COUNTS).scalars().all() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("commit", ["together", "each"])
+@pytest.mark.parametrize("ended_by", [SoftTimeLimitExceeded, SystemExit])
+def test_claims_that_are_made_as_a_job_ends_are_given_back(
+    bank: Celery, engine: Engine, monkeypatch: pytest.MonkeyPatch, commit: str, ended_by: type[BaseException]
+) -> None:
+    entered: list[str] = []
+
+    def body(self: IdempotentTask, account: str) -> None:
+        entered.append(account)
+        put(self, account)
+
+    claim_new = batches.claim_new
+
+    def ended(*args: Any, **kwargs: Any) -> Any:
+        claim_new(*args, **kwargs)
+        raise ended_by
+
+    task = make_task(bank, body, key="{account}", batch=10, max_attempts=1, batch_commit=commit)
+    messages = many(bank, task)
+    with monkeypatch.context() as patch, suppress(SystemExit):
+        patch.setattr(batches, "claim_new", ended)
+        assert run(bank, task, *messages) == [None, None, None]
+    assert states(engine) == dict.fromkeys(("e0", "e1", "e2"), "released")
+    for each_message in messages:
+        run(bank, task, each_message)
+    assert states(engine) == dict.fromkeys(("e0", "e1", "e2"), "completed")
+    assert entered == ["e0", "e1", "e2"]

@@ -72,7 +72,7 @@ def test_a_thousand_leases_are_renewed_by_one_round_trip(bank: Celery, engine: E
     deliveries = [
         Delivery(OperationId("default", "t", f"k{number:04}"), "f" * 64, {}, message="{}") for number in range(1000)
     ]
-    answers = claim_together(runtime, deliveries)
+    answers = claim_together(runtime, deliveries, [f"{n:032x}" for n in range(len(deliveries))])
     until = text("SELECT min(locked_until) FROM idempotency.records")
     with engine.connect() as connection:
         before = connection.execute(until).scalar_one()

@@ -1,0 +1,121 @@
+"""A body in a transaction that others share: what the next one would get of it is noticed, and then it runs alone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from sqlalchemy import Connection
+
+from ..errors import IdempotencyError
+from ..store.connections import act_for
+from ..store.statements import execute
+from .attempt import Attempt
+from .runtime import Runtime
+from .session import LEADING, sessions_of
+
+# What would be so for the next bodies: settings, savepoints that are not SQLAlchemy's, what lives until the transaction ends.
+_LASTS = re.compile(
+    LEADING
+    + r"(?:(?:set|reset|discard|do)\b"
+    + r"|(?:savepoint|rollback|release)\b(?!.*\bsa_savepoint_)"
+    + r"|create\b.{0,40}?\btemp(?:orary)?\b)"
+    + r"|.*\b(?:set_config|pg_settings|pg_temp|into\s+(?:(?:local|global)\s+)?temp(?:orary)?)\b",
+    re.IGNORECASE | re.DOTALL,
+)
+# A call of `idempotency.about`, as `enqueue` makes one, and the name of the parameter that is its tenant.
+_ABOUT = re.compile(r'\babout"?\s*\(\s*(?:%\((\w+)\)s)?', re.IGNORECASE)
+
+
+class Alone(IdempotencyError):
+    """This body needs a transaction of its own."""
+
+
+class SharingAttempt(Attempt):
+    """An attempt whose body shares its transaction with others. It may not commit anything before its end."""
+
+    # Whether the next bodies would get what this one has done to the connection, and no savepoint undoes it: a rollback past
+    # SQLAlchemy, other options of it.
+    has_spoilt = False
+    # Whether the transaction may be about another tenant, too.
+    is_about_others = False
+    # Its span, which is noted with its end.
+    trace: str | None = None
+
+    def check_may_begin(self) -> None:
+        self.leave()
+
+    def watch(self, statement: str, parameters: Any) -> None:
+        """Leave because of a statement whose effect the next bodies would get, and note one that names another tenant."""
+        if _LASTS.match(statement):
+            self.leave()
+        given = parameters if isinstance(parameters, Mapping) else {}
+        if any(given.get(name) != self.claim.id.tenant for name in _ABOUT.findall(statement)):
+            self.is_about_others = True
+
+    def leave(self) -> None:
+        """Have the body run alone, even if it catches what this raises."""
+        self.stopped = True
+        raise Alone(f"{self.claim.id.task}: needs a transaction of its own")
+
+
+def run_within(
+    runtime: Runtime,
+    connection: Connection,
+    attempt: SharingAttempt,
+    body: Callable[[Any], Any],
+    *,
+    savepoint: bool = False,
+) -> tuple[Any, str]:
+    """Run a body in a transaction that others share, and flush what it wrote. Returns its result, and that as text.
+
+    Raises what the body raises, and `Alone`. Without a `savepoint`, only a rollback of all undoes what it wrote by then.
+    """
+    session = sessions_of(runtime.engine).within(connection, savepoint=savepoint)
+    attempt.writes.use(session)
+    attempt.stopped, attempt.is_about_others, shared = False, False, connection.get_transaction()
+    session.watch = attempt.watch
+    driver: Any = connection.connection.driver_connection
+    rollbacks, options = getattr(driver, "rollbacks", 0), connection.get_execution_options()
+    try:
+        try:
+            if session.tells_of_commit:
+                attempt.leave()
+            result = body(attempt)
+            stored = runtime.stored_result(result)
+            session.flush()
+        finally:
+            attempt.has_spoilt = (
+                getattr(driver, "rollbacks", 0) != rollbacks or connection.get_execution_options() is not options
+            )
+        if (
+            attempt.stopped
+            or session.tells_of_commit
+            or attempt.has_spoilt
+            or session.leaves_savepoints(connection)  # to which the next body could roll back
+            or not connection.in_transaction()
+            or connection.get_transaction() is not shared
+        ):
+            attempt.leave()  # perhaps it has rolled back more than its own
+        if savepoint:
+            _check_constraints(connection)
+        session.end_with_commit()  # of the savepoint, if there is one
+        if attempt.is_about_others:
+            act_for(connection, [attempt.claim.id.tenant])
+    finally:
+        session.watch = None
+        session.end()
+    return result, stored
+
+
+def _check_constraints(connection: Connection) -> None:
+    """Check now what is checked at COMMIT, where a violation would roll back everything. Raises `IntegrityError`.
+
+    Rolled back again: so each constraint stays as deferred as it is, and its triggers have fired once when all is committed.
+    """
+    checked = connection.begin_nested()
+    try:
+        execute(connection, "SET CONSTRAINTS ALL IMMEDIATE")
+    finally:
+        checked.rollback()

@@ -1,0 +1,190 @@
+"""What a body leaves in the transaction that a batch shares: nothing that another body gets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from celery import Celery
+from sqlalchemy import BigInteger, Column, Engine, MetaData, Table, Text, event, insert, text
+from sqlalchemy.orm import Session
+
+from idempotency import IdempotentTask
+from idempotency.application import close_runtime
+from tests.integration.conftest import configured as configured
+from tests.integration.test_batch_neighbours import accounts, batched, message, put, run, states
+
+Body = Callable[..., Any]
+
+
+def run_batch_of(app: Celery, body: Body, *names: str) -> None:
+    """Run a batch of these."""
+    task = batched(app, body)
+    run(app, task, *(message(app, task, name) for name in names))
+
+
+def test_no_body_rolls_back_to_a_savepoint_that_another_has_left(bank: Celery, engine: Engine) -> None:
+    """e1 raises before its own SAVEPOINT, and its handler goes back to one."""
+
+    def body(self: IdempotentTask, account: str) -> None:
+        try:
+            if account == "e1":
+                raise ValueError("before the savepoint")
+            self.session.execute(text("SAVEPOINT mine"))
+            put(self, account)
+        except ValueError:
+            self.session.execute(text("ROLLBACK TO SAVEPOINT mine"))
+            put(self, f"{account} refused")
+
+    run_batch_of(bank, body, "e0", "e1")
+    assert states(engine) == {"e0": "completed", "e1": "failed"}  # as without a batch
+    assert accounts(engine) == {"e0": [1]}
+
+
+@pytest.mark.parametrize("through", ["connection", "session"])
+@pytest.mark.parametrize("beside", [(), ("bad",)])
+def test_a_nested_transaction_that_is_left_open_is_undone_by_no_other(
+    bank: Celery, engine: Engine, through: str, beside: tuple[str, ...]
+) -> None:
+    def body(self: IdempotentTask, account: str) -> None:
+        if account == "bad":
+            raise ValueError("bad")
+        if account == "e0":
+            nested = self.session.connection() if through == "connection" else self.session
+            nested.begin_nested()
+            put(self, account)
+        else:
+            put(self, account, 7)
+            self.session.rollback()
+            put(self, account)
+
+    run_batch_of(bank, body, "e0", *beside, "e1")
+    assert states(engine) == {"e0": "completed", "e1": "completed"} | dict.fromkeys(beside, "failed")
+    assert accounts(engine) == {"e0": [1], "e1": [1]}
+
+
+def test_savepoints_of_sqlalchemy_share_the_transaction(bank: Celery, engine: Engine) -> None:
+    entered: list[str] = []
+
+    def body(self: IdempotentTask, account: str) -> None:
+        entered.append(account)
+        with self.session.begin_nested():
+            put(self, account)
+        nested = self.session.begin_nested()
+        put(self, account, 7)
+        nested.rollback()
+
+    run_batch_of(bank, body, "e0", "e1", "e2")
+    assert entered == ["e0", "e1", "e2"]
+    assert accounts(engine) == {"e0": [1], "e1": [1], "e2": [1]}
+
+
+@pytest.mark.parametrize(
+    "scratch",
+    [
+        "CREATE TEMP TABLE IF NOT EXISTS scratch (amount int) ON COMMIT DROP",
+        "CREATE LOCAL TEMPORARY TABLE IF NOT EXISTS scratch (amount int) ON COMMIT DELETE ROWS",
+        "CREATE TABLE IF NOT EXISTS pg_temp.scratch (amount int)",
+    ],
+)
+def test_a_temporary_table_has_the_rows_of_one(bank: Celery, engine: Engine, scratch: str) -> None:
+    def body(self: IdempotentTask, account: str) -> None:
+        self.session.execute(text(scratch))
+        if "pg_temp" in scratch:
+            self.session.execute(text("TRUNCATE scratch"))  # which lives as long as the connection
+        self.session.execute(text("INSERT INTO scratch VALUES (10)"))
+        put(self, account, self.session.execute(text("SELECT sum(amount) FROM scratch")).scalar_one())
+
+    run_batch_of(bank, body, "e0", "e1", "e2")
+    assert accounts(engine) == {"e0": [10], "e1": [10], "e2": [10]}
+    assert set(states(engine).values()) == {"completed"}
+
+
+BALANCE = """
+CREATE TABLE balances (total int);
+INSERT INTO balances VALUES (0);
+CREATE TABLE credits (amount int);
+CREATE FUNCTION credited() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
+    UPDATE balances SET total = total + NEW.amount; RETURN NULL; END $$;
+CREATE CONSTRAINT TRIGGER credited AFTER INSERT ON credits DEFERRABLE INITIALLY {initially}
+    FOR EACH ROW EXECUTE FUNCTION credited();
+"""
+
+
+@pytest.mark.parametrize("beside", [(), ("bad",)])
+@pytest.mark.parametrize(("initially", "read"), [("IMMEDIATE", [1, 2, 3]), ("DEFERRED", [0, 0, 0])])
+def test_constraints_are_as_deferred_as_without_one_that_fails(
+    bank: Celery, engine: Engine, initially: str, read: list[int], beside: tuple[str, ...]
+) -> None:
+    with engine.connect() as connection:
+        connection.exec_driver_sql(BALANCE.format(initially=initially))
+
+    def body(self: IdempotentTask, account: str) -> None:
+        self.session.execute(text("INSERT INTO credits VALUES (1)"))
+        total = int(self.session.execute(text("SELECT total FROM balances")).scalar_one())
+        if account == "bad":
+            raise ValueError("bad")
+        put(self, account, total)
+
+    run_batch_of(bank, body, "e0", *beside, "e1", "e2")
+    assert states(engine) == dict.fromkeys(("e0", "e1", "e2"), "completed") | dict.fromkeys(beside, "failed")
+    assert accounts(engine) == {f"e{place}": [total] for place, total in enumerate(read)}
+    with engine.connect() as connection:
+        assert connection.execute(text("SELECT total FROM balances")).scalar_one() == 3  # each trigger has fired once
+
+
+ENTRIES = Table("entries", MetaData(), Column("account", Text), Column("amount", BigInteger))
+OTHER = "CREATE SCHEMA other; CREATE TABLE other.entries (LIKE public.entries INCLUDING ALL)"
+
+
+def elsewhere(engine: Engine) -> list[str]:
+    with engine.connect() as connection:
+        return list(connection.execute(text("SELECT account FROM other.entries ORDER BY account")).scalars())
+
+
+@pytest.mark.parametrize("of", [("e0",), ("e0", "e1"), ("e2",)])
+@pytest.mark.parametrize("how", ["options", "settings"])
+def test_where_one_body_writes_no_other_does(bank: Celery, engine: Engine, of: tuple[str, ...], how: str) -> None:
+    """A customer with a schema of its own, by SQLAlchemy's `schema_translate_map`, or by an UPDATE that is a SET."""
+    with engine.connect() as connection:
+        connection.exec_driver_sql(OTHER)
+
+    def body(self: IdempotentTask, account: str) -> None:
+        if account in of and how == "options":
+            self.session.connection(execution_options={"schema_translate_map": {None: "other"}})
+        elif account in of:
+            self.session.execute(text("UPDATE pg_settings SET setting = 'other' WHERE name = 'search_path'"))
+        self.session.execute(insert(ENTRIES), {"account": account, "amount": 1})
+
+    names = ("e0", "e1", "e2", "e3")
+    run_batch_of(bank, body, *names)
+    assert states(engine) == dict.fromkeys(names, "completed")
+    assert elsewhere(engine) == list(of)
+    assert accounts(engine) == {name: [1] for name in names if name not in of}
+
+
+class Shop(Session):
+    """An application's own class of sessions, which acts once its outermost transaction has ended."""
+
+
+def test_who_listens_for_the_end_of_a_transaction_is_told_of_the_real_one(
+    configured: Celery, engine: Engine, request: pytest.FixtureRequest
+) -> None:
+    told: list[tuple[str, bool]] = []
+
+    def ended(session: Session, transaction: Any) -> None:
+        if transaction.parent is None and (account := session.info.get("account")):
+            told.append((account, account in accounts(engine)))
+
+    def body(self: IdempotentTask, account: str) -> None:
+        self.session.info["account"] = account
+        put(self, account)
+
+    event.listen(Shop, "after_transaction_end", ended)
+    request.addfinalizer(lambda: event.remove(Shop, "after_transaction_end", ended))
+    configured.conf.idempotency_session = Shop
+    close_runtime(configured)
+    request.addfinalizer(lambda: close_runtime(configured))
+    run_batch_of(configured, body, "e0", "e1")
+    assert told == [("e0", True), ("e1", True)]

@@ -1,0 +1,62 @@
+"""A relay that purges for long: it is alive, and its alerts do not wait for the end of it."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+from celery import Celery
+from sqlalchemy import Engine, text
+
+from idempotency.store.sweeps import Pace
+from idempotency.upkeep import alerts, loops
+from idempotency.upkeep.maintenance import purge_once
+
+# Of so many operations each takes so long to delete.
+SLOW = """
+INSERT INTO idempotency.records
+    (tenant, task, key, status, fence, fingerprint, message, queue, result, response_code, completed_at, expires_at, service)
+SELECT 'default', 't', 'k' || n, 'completed', n, 'v1:f', 'm', 'q', 'null', 200, clock_timestamp() - interval '9 days',
+       clock_timestamp() - interval '1 day', 'bank' FROM generate_series(1, 1000) n;
+CREATE FUNCTION slow() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN PERFORM pg_sleep(0.002); RETURN OLD; END $$;
+CREATE TRIGGER slow BEFORE DELETE ON idempotency.records FOR EACH ROW EXECUTE FUNCTION slow();
+"""
+
+
+def left(engine: Engine) -> int:
+    with engine.connect() as connection:
+        return int(connection.execute(text("SELECT count(*) FROM idempotency.records")).scalar_one())
+
+
+def test_it_tells_of_each_batch_and_ends_in_time(bank: Celery, engine: Engine) -> None:
+    with engine.connect() as connection:
+        connection.exec_driver_sql(SLOW)
+    told: list[int] = []
+    pace = Pace(progressed=lambda: told.append(left(engine)), until=time.monotonic() + 0.3)
+    purged = purge_once(bank, limit=5_000, pace=pace)
+    assert purged.more
+    assert 0 < purged.operations < 1000
+    assert left(engine) == 1000 - purged.operations
+    assert set(told) >= set(range(left(engine), 1000, 100))
+    assert purge_once(bank, limit=5_000) == (purged.__class__(1000 - purged.operations, 0, 0, more=False))
+
+
+def test_alerts_are_sent_between_its_passes(bank: Celery, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[int] = []
+    monkeypatch.setattr(alerts, "run_once", lambda app: sent.append(left(engine)))
+    monkeypatch.setattr(loops, "PURGE_TIME", 0.2)
+    monkeypatch.setattr(loops, "ALERT_WATCH", 0.0)
+    monkeypatch.setattr(loops, "UPKEEP_PAUSE", 0.0)
+    with engine.connect() as connection:
+        connection.exec_driver_sql(SLOW)
+    stop = threading.Event()
+    thread = threading.Thread(target=loops._upkeep, args=(bank, stop, lambda: None))
+    thread.start()
+    deadline = time.monotonic() + 60
+    while left(engine) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    stop.set()
+    thread.join(30)
+    assert left(engine) == 0
+    assert len({many for many in sent if 0 < many < 1000}) >= 2
