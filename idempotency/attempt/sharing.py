@@ -20,9 +20,12 @@ _LASTS = re.compile(
     LEADING
     + r"(?:(?:set|reset|discard|do)\b"
     + r"|(?:savepoint|rollback|release)\b(?!.*\bsa_savepoint_)"
-    + r"|create\b.{0,40}?\btemp(?:orary)?\b)"
-    + r"|.*\b(?:set_config|pg_settings|pg_temp|into\s+(?:(?:local|global)\s+)?temp(?:orary)?)\b",
+    + r"|create\b.{0,40}?\btemp(?:orary)?\b)",
     re.IGNORECASE | re.DOTALL,
+)
+# The same, anywhere in a statement.
+_LASTS_WITHIN = re.compile(
+    r"\b(?:set_config|pg_settings|pg_temp|into\s+(?:(?:local|global)\s+)?temp(?:orary)?)\b", re.IGNORECASE
 )
 # A call of `idempotency.about`, as `enqueue` makes one, and the name of the parameter that is its tenant.
 _ABOUT = re.compile(r'\babout"?\s*\(\s*(?:%\((\w+)\)s)?', re.IGNORECASE)
@@ -48,7 +51,7 @@ class SharingAttempt(Attempt):
 
     def watch(self, statement: str, parameters: Any) -> None:
         """Leave because of a statement whose effect the next bodies would get, and note one that names another tenant."""
-        if _LASTS.match(statement):
+        if _LASTS.match(statement) or _LASTS_WITHIN.search(statement):
             self.leave()
         given = parameters if isinstance(parameters, Mapping) else {}
         if any(given.get(name) != self.claim.id.tenant for name in _ABOUT.findall(statement)):
