@@ -337,7 +337,7 @@ def _carry_out(soak: Soak, engine: Engine, operations: int, least: float) -> flo
                 samples += 1
                 soak.sample(rows + failed)
                 soak.discard()
-                if samples == int(SAMPLES * WARM):
+                if not before and rows + failed >= operations * WARM:
                     before, warm = soak.sizes(), time.monotonic() - began
         grown = {name: size - before.get(name, 0) for name, size in soak.sizes().items()}
         largest = sorted(grown, key=grown.__getitem__, reverse=True)[:3]
@@ -385,9 +385,11 @@ def _wrong(soak: Soak, engine: Engine, operations: int) -> str:
 def compared(operations: int, failing: set[int], with_rows: set[int], twice: int, letters: set[str]) -> str:
     """Rows and letters beside the operations, by number, and not by how many there are."""
     expected = {str(number) for number in failing}
-    lost = operations - len(failing | with_rows) + len(expected - letters)
-    # `misreported`: a letter says that it failed, whatever has become of its row
-    return f"lost={lost} doubled={twice + len(failing & with_rows)} misreported={len(letters - expected)}"
+    asked = set(range(operations))
+    lost = len(asked - failing - with_rows) + len(expected - letters)
+    # a letter says that it failed, whatever has become of its row; a row says that nobody had asked for it
+    misreported = len(letters - expected) + len(with_rows - asked)
+    return f"lost={lost} doubled={twice + len(failing & with_rows)} misreported={misreported}"
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,7 @@ class Answer:
     completed: Completed | None = None
     # It is claimed, and the heartbeat renews this until it is run or given up.
     holding: Holding | None = None
-    # It may be claimed: the claiming statement had no answer.
+    # It may be claimed: the claiming statement had no answer, or the commit of a batch has not.
     is_in_doubt: bool = False
 
     @property
@@ -67,7 +67,7 @@ class Answer:
     def claim(self) -> Claimed | None:
         """The claim that it can be run under; None: its record has to be asked."""
         holding = self.holding
-        if holding is None or holding.lost:
+        if holding is None or holding.lost or self.is_in_doubt:
             return None
         return replace(holding.claim, asked_at=holding.renewed_at, has_hint=holding.is_renewed)
 
@@ -106,16 +106,14 @@ def run_together(
     finally:
         for attempt in attempts.values():
             attempt.close()
-    return [
-        # what may be claimed and has to run alone is given back by its token if that does not come about
-        Answer(
-            token,
-            finished=done.get(place),
-            completed=(known := completed.get(delivery.id.key)),
-            is_in_doubt=known is None and place not in done,
-        )
-        for place, (token, delivery) in enumerate(zip(tokens, deliveries, strict=True))
-    ]
+    answers = []
+    for place, (token, delivery) in enumerate(zip(tokens, deliveries, strict=True)):
+        if (finished := done.get(place)) or (known := completed.get(delivery.id.key)):
+            answers.append(Answer(token, finished=finished, completed=None if finished else known))
+        else:  # it runs alone, when those before it have; if that does not come about, it is given back by its token
+            claim = attempts[place].claim if place in attempts else None
+            answers.append(Answer(token, holding=_held(runtime, claim), is_in_doubt=True))
+    return answers
 
 
 def claim_together(runtime: Runtime, deliveries: Sequence[Delivery], tokens: Sequence[str]) -> list[Answer]:

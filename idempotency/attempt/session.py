@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 from sqlalchemy import Connection, Engine, NestedTransaction, event
@@ -28,6 +28,10 @@ class AttemptSession(Session):
     # whose rows its transactions are about, where row-level security wants to know
     _tenant: str | None = None
     _has_ended = False
+    # whether its transaction has ended, and it has begun, or will begin, another one
+    has_begun_anew = False
+    # whether the application's class does something when it commits
+    _acts_at_commit = False
     # told of each statement and its parameters before it is executed, and may refuse it
     watch: Callable[[str, Any], None] | None = None
     # the event loop that waits for the body, if it is an HTTP handler
@@ -81,9 +85,11 @@ class AttemptSession(Session):
 
     @property
     def tells_of_commit(self) -> bool:
-        """Whether someone listens for the session's commit, or for the end of its transaction, which ends before."""
-        return bool(self.dispatch.after_commit) or any(
-            listener is not _disown for listener in self.dispatch.after_transaction_end
+        """Whether something is done once the session commits, or its transaction ends, which it does before that."""
+        return (
+            self._acts_at_commit
+            or bool(self.dispatch.after_commit)
+            or any(listener is not _disown for listener in self.dispatch.after_transaction_end)
         )
 
     def leaves_savepoints(self, connection: Connection) -> bool:
@@ -112,7 +118,14 @@ class SessionMaker:
         self._class: type[AttemptSession] = (
             AttemptSession if own is Session else type(own.__name__, (AttemptSession, own), {})
         )
+        self._class._acts_at_commit = own.commit is not Session.commit
         self._options = {"expire_on_commit": False, **options}
+
+    @property
+    def execution_options(self) -> Mapping[str, Any]:
+        """Those that each session gives its connection."""
+        given: Mapping[str, Any] = self._options.get("execution_options", {})
+        return given
 
     def of(self, engine: Engine, tenant: str) -> AttemptSession:
         """A session with its own transaction, about the rows of a tenant."""
@@ -146,11 +159,15 @@ def sessions_of(bind: Engine | Connection) -> SessionMaker:
 
 _SESSIONS = "idempotency_sessions"
 
-# What may stand in front of a statement.
-LEADING = r"(?:[\s;]|--[^\n]*\n|/\*.*?\*/)*"
+# It ends at its first end: with `/\*.*?\*/`, several of them could be read in many ways, and the time doubles with each.
+_COMMENT = r"--[^\r\n]*(?:[\r\n]|\Z)|/\*(?:[^*]|\*(?!/))*\*/"
+# What may stand in front of a statement, and between two words of one.
+LEADING = rf"(?:[\s;]|{_COMMENT})*"
+BETWEEN = rf"(?:\s|{_COMMENT})+"
 # A statement that would end the transaction past SQLAlchemy; ROLLBACK TO SAVEPOINT does not.
 _ENDS_TRANSACTION = re.compile(
-    LEADING + r"(?:commit|end|abort|prepare\s+transaction|rollback(?!\s+(?:(?:work|transaction)\s+)?to\b))\b",
+    LEADING
+    + rf"(?:commit|end|abort|prepare{BETWEEN}transaction|rollback(?!{BETWEEN}(?:(?:work|transaction){BETWEEN})?to\b))\b",
     re.IGNORECASE | re.DOTALL,
 )
 
@@ -187,7 +204,7 @@ def _own(session: AttemptSession, transaction: Any, connection: Connection) -> N
 def _disown(session: AttemptSession, transaction: Any) -> None:
     connection = session._owned
     if transaction.parent is None and connection is not None:
-        session._owned = None
+        session._owned, session.has_begun_anew = None, True
         if not connection.closed and not connection.invalidated:
             connection.connection.driver_connection.owner = session._inside  # type: ignore[union-attr]
 
@@ -196,5 +213,6 @@ def refuse_others_commits() -> None:
     """Refuse a commit on the connection of an attempt's session like a commit of the session itself."""
     if not event.contains(AttemptSession, "before_commit", _refuse_commit):
         event.listen(AttemptSession, "before_commit", _refuse_commit)
-        event.listen(AttemptSession, "after_begin", _own)
+        # before those of the application, whose statements are the body's
+        event.listen(AttemptSession, "after_begin", _own, insert=True)
         event.listen(AttemptSession, "after_transaction_end", _disown)

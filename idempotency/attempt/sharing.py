@@ -10,23 +10,22 @@ from sqlalchemy import Connection
 
 from ..errors import IdempotencyError
 from ..store.connections import act_for
-from ..store.statements import execute
 from .attempt import Attempt
 from .runtime import Runtime
-from .session import LEADING, sessions_of
+from .session import BETWEEN, LEADING, sessions_of
 
 # What would be so for the next bodies: settings, savepoints that are not SQLAlchemy's, what lives until the transaction ends.
+_TEMPORARY = rf"(?:(?:or|replace|local|global){BETWEEN})*temp(?:orary)?\b"
 _LASTS = re.compile(
     LEADING
-    + r"(?:(?:set|reset|discard|do)\b"
+    + r"(?:(?:set|reset|discard|do|declare)\b"
     + r"|(?:savepoint|rollback|release)\b(?!.*\bsa_savepoint_)"
-    + r"|create\b.{0,40}?\btemp(?:orary)?\b)",
+    + rf"|create{BETWEEN}{_TEMPORARY}"
+    + rf"|(?:select|with)\b.*\binto{BETWEEN}{_TEMPORARY})",
     re.IGNORECASE | re.DOTALL,
 )
 # The same, anywhere in a statement.
-_LASTS_WITHIN = re.compile(
-    r"\b(?:set_config|pg_settings|pg_temp|into\s+(?:(?:local|global)\s+)?temp(?:orary)?)\b", re.IGNORECASE
-)
+_LASTS_WITHIN = re.compile(r"\b(?:set_config|pg_settings|pg_temp)\b", re.IGNORECASE)
 # A call of `idempotency.about`, as `enqueue` makes one, and the name of the parameter that is its tenant.
 _ABOUT = re.compile(r'\babout"?\s*\(\s*(?:%\((\w+)\)s)?', re.IGNORECASE)
 
@@ -75,12 +74,20 @@ def run_within(
 
     Raises what the body raises, and `Alone`. Without a `savepoint`, only a rollback of all undoes what it wrote by then.
     """
-    session = sessions_of(runtime.engine).within(connection, savepoint=savepoint)
+    sessions = sessions_of(runtime.engine)
+    session = sessions.within(connection, savepoint=savepoint)
     attempt.writes.use(session)
     attempt.stopped, attempt.is_about_others, shared = False, False, connection.get_transaction()
     session.watch = attempt.watch
     driver: Any = connection.connection.driver_connection
     rollbacks, options = getattr(driver, "rollbacks", 0), connection.get_execution_options()
+
+    def note_spoilt() -> None:
+        attempt.has_spoilt = getattr(driver, "rollbacks", 0) != rollbacks or (
+            connection.get_execution_options() is not options
+            and connection.get_execution_options() != {**options, **sessions.execution_options}
+        )
+
     try:
         try:
             if session.tells_of_commit:
@@ -89,36 +96,24 @@ def run_within(
             stored = runtime.stored_result(result)
             session.flush()
         finally:
-            attempt.has_spoilt = (
-                getattr(driver, "rollbacks", 0) != rollbacks or connection.get_execution_options() is not options
-            )
+            note_spoilt()
         if (
             attempt.stopped
             or session.tells_of_commit
             or attempt.has_spoilt
             or session.leaves_savepoints(connection)  # to which the next body could roll back
+            or (session.has_begun_anew and not savepoint)  # what should be undone would be committed
             or not connection.in_transaction()
             or connection.get_transaction() is not shared
         ):
             attempt.leave()  # perhaps it has rolled back more than its own
-        if savepoint:
-            _check_constraints(connection)
         session.end_with_commit()  # of the savepoint, if there is one
+        note_spoilt()
+        if attempt.has_spoilt:
+            attempt.leave()
         if attempt.is_about_others:
             act_for(connection, [attempt.claim.id.tenant])
     finally:
         session.watch = None
         session.end()
     return result, stored
-
-
-def _check_constraints(connection: Connection) -> None:
-    """Check now what is checked at COMMIT, where a violation would roll back everything. Raises `IntegrityError`.
-
-    Rolled back again: so each constraint stays as deferred as it is, and its triggers have fired once when all is committed.
-    """
-    checked = connection.begin_nested()
-    try:
-        execute(connection, "SET CONSTRAINTS ALL IMMEDIATE")
-    finally:
-        checked.rollback()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Generator, Iterator
+from contextlib import suppress
 from functools import cache
 from typing import Any, Protocol, Self
 
@@ -22,6 +23,8 @@ from .statements import TRIES, leave_out_values
 
 # PgBouncer's answer to options, unless its ignore_startup_parameters names them.
 REFUSED_OPTIONS = "unsupported startup parameter"
+# Seconds for the request to cancel a statement, and again until that has ended.
+CANCELLED_WITHIN = 2.0
 # The tenants that row-level security shows, until the end of the transaction or of the session.
 SET_TENANTS = "SELECT set_config('idempotency.tenant', %(tenants)s, %(local)s)"
 # The first RESET also forgets the role of the connection's options, which the second brings back. Committed first, because a
@@ -91,9 +94,14 @@ class CheckedConnection(OwnedConnection):
     def wait(self, gen: Any, *args: Any, **options: Any) -> Any:
         self._warned = False
         try:
-            answer = super().wait(gen if self.patience is None else self._with_deadline(gen), *args, **options)
+            answer = super().wait(
+                gen if self.patience is None else self._with_deadline(gen, self.patience), *args, **options
+            )
         except psycopg.Error as error:
             leave_out_values(error)  # its text may be repeated in another error or a log
+            raise
+        except BaseException:
+            self._cancel()
             raise
         if self._warned and self.pgconn.transaction_status == TransactionStatus.IDLE:
             self._fail("committed, but not confirmed by a synchronous standby")
@@ -117,16 +125,23 @@ class CheckedConnection(OwnedConnection):
                     self._fail("no transaction could begin")
         self.may_have_role = False
 
-    def _with_deadline(self, gen: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
-        assert self.patience is not None
-        deadline = time.monotonic() + self.patience
+    def _cancel(self) -> None:
+        """End one of our statements that a signal has interrupted: Postgres would go on, and commit it after others have looked."""
+        if self.patience is None or self.pgconn.transaction_status != TransactionStatus.ACTIVE:
+            return
+        with suppress(Exception):  # the connection is given up all the same
+            self.cancel_safe(timeout=CANCELLED_WITHIN)
+            super().wait(self._with_deadline(generators.execute(self.pgconn), CANCELLED_WITHIN))
+
+    def _with_deadline(self, gen: Generator[Any, Any, Any], seconds: float) -> Generator[Any, Any, Any]:
+        deadline = time.monotonic() + seconds
         wanted = next_ready = None
         try:
             wanted = next(gen)
             while True:
                 next_ready = yield wanted
                 if not next_ready and time.monotonic() > deadline:
-                    self._fail(f"no answer within {self.patience:g} s")
+                    self._fail(f"no answer within {seconds:g} s")
                 wanted = gen.send(next_ready)
         except StopIteration as end:
             return end.value

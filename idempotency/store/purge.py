@@ -27,6 +27,8 @@ REST = 3.0
 RESTING = Pace(REST)
 # How many were deleted, and whether more may be due.
 Done = tuple[int, bool]
+# What ends an operation of these names; returns how many it has ended.
+End = Callable[[Mapping[str, Any]], int]
 # Events, or rows of sagas, that one statement deletes.
 FORGOTTEN = 10_000
 # How long a row that was set aside and is no longer due is kept for people to see, in seconds.
@@ -252,29 +254,26 @@ def requests(connection: Connection, service: str, *, retention: float, limit: i
     return sweeps.run(connection, REQUESTS, {"service": service, "retention": retention}, limit=limit, pace=pace)
 
 
-def end_abandoned(
-    connection: Connection, service: str, *, retention: float, end: Callable[[Mapping[str, Any]], int]
-) -> int:
+def end_abandoned(connection: Connection, service: str, *, retention: float, end: End, pace: Pace = RESTING) -> int:
     """Call `end` with the names of each request that has begun something and that no client has repeated for so long.
 
     Returns how many it ended.
     """
-    found = sweeps.find(connection, ABANDONED, {"service": service, "retention": retention})
-    ended, _ = sweeps.one_by_one(connection, ABANDONED.name, found, lambda row: end(sweeps.names(row)))
-    return ended
+    return _end(connection, ABANDONED, {"service": service, "retention": retention}, end, pace)
 
 
-def end_passed_over(
-    connection: Connection, service: str, *, retention: float, end: Callable[[Mapping[str, Any]], int]
-) -> int:
+def end_passed_over(connection: Connection, service: str, *, retention: float, end: End, pace: Pace = RESTING) -> int:
     """Call `end` with the names of each operation of a stream whose message was passed over, and that was due so long ago.
 
     Returns how many it ended.
     """
     tasks = list(connection.exec_driver_sql(_STREAMS, {"service": service}).scalars())
-    found = sweeps.find(connection, PASSED, {"service": service, "retention": retention, "tasks": tasks})
-    ended, _ = sweeps.one_by_one(connection, PASSED.name, found, lambda row: end(sweeps.names(row)))
-    return ended
+    return _end(connection, PASSED, {"service": service, "retention": retention, "tasks": tasks}, end, pace)
+
+
+def _end(connection: Connection, sweep: Sweep, bounds: Mapping[str, Any], end: End, pace: Pace) -> int:
+    found = sweeps.find(connection, sweep, bounds)
+    return sweeps.one_by_one(connection, sweep.name, found, lambda row: end(sweeps.names(row)), pace.progressed)[0]
 
 
 def lock_abandoned(

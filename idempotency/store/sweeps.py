@@ -106,23 +106,27 @@ class Sweep:
         )
 
 
+def _nothing() -> None:
+    """What nobody asks about is told to nobody."""
+
+
 @dataclass(frozen=True, slots=True)
 class Pace:
     """How a sweep that may take long goes on after each batch."""
 
     # How long it rests, in times of what the batch took, so that others have the disk and the processors.
     rest: float = 0.0
-    # Told before and after, by which others know that it hangs nowhere.
-    progressed: Callable[[], object] = lambda: None
-    # When it ends, by the monotonic clock; what is left is for the next pass.
-    until: float = math.inf
+    # Told of each batch and each rest, and of each row that is handled alone, by which others know that it hangs nowhere.
+    progressed: Callable[[], object] = _nothing
+    # The most that one sweep takes, in seconds; what is left is for the next pass.
+    within: float = math.inf
 
-    def goes_on(self, took: float) -> bool:
-        """Rest after a batch that took so many seconds. Whether there is time for another one."""
+    def goes_on(self, took: float, until: float) -> bool:
+        """Rest after a batch that took so many seconds. Whether there is time for another one, by the monotonic clock."""
         self.progressed()
-        time.sleep(min(self.rest * took, LONGEST_REST))
+        time.sleep(max(min(self.rest * took, LONGEST_REST, until - time.monotonic()), 0.0))
         self.progressed()
-        return time.monotonic() < self.until
+        return time.monotonic() < until
 
 
 AT_ONCE = Pace()
@@ -142,7 +146,7 @@ def run(
     `batch`: rows for each statement.
     """
     handled = seen = 0
-    fields = {**parameters, "batch": batch}
+    fields, until = {**parameters, "batch": batch}, time.monotonic() + pace.within
     with sweep_settings(connection):
         while seen < limit:
             began = time.monotonic()
@@ -155,14 +159,14 @@ def run(
                 rows = connection.exec_driver_sql(sweep.find, fields).all()
                 found = len(rows)
                 done, aside = one_by_one(
-                    connection, sweep.name, rows, lambda row: _single(connection, sweep, fields, row)
+                    connection, sweep.name, rows, lambda row: _single(connection, sweep, fields, row), pace.progressed
                 )
                 moved = done + aside
             handled += done
             seen += found
             if found < batch or not moved:
                 return handled, False
-            if not pace.goes_on(time.monotonic() - began):
+            if not pace.goes_on(time.monotonic() - began, until):
                 break
     return handled, True
 
@@ -174,11 +178,16 @@ def find(connection: Connection, sweep: Sweep, parameters: Mapping[str, Any]) ->
 
 
 def one_by_one(
-    connection: Connection, sweep: str, rows: Sequence[Row[Any]], handle: Callable[[Row[Any]], int]
+    connection: Connection,
+    sweep: str,
+    rows: Sequence[Row[Any]],
+    handle: Callable[[Row[Any]], int],
+    progressed: Callable[[], object] = _nothing,
 ) -> tuple[int, int]:
     """Handle each row of a sweep in its own transaction. Returns how many were handled and how many were set aside."""
     done = aside = 0
     for row in rows:
+        progressed()
         try:
             done += repeatable(handle)(row)
         except (PoolTimeout, SoftTimeLimitExceeded):

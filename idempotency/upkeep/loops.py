@@ -30,10 +30,11 @@ UPKEEP_PAUSE = 1.0
 DEATH_WATCH = 2.0
 # How often it checks for something to alert about; each service and reason also keeps to alert_interval.
 ALERT_WATCH = 5.0
-# How often it purges, and how many rows and seconds at a time, since alerts wait meanwhile; while there are more, it goes on.
+# How often it purges, and how many rows and seconds of each kind at a time, since alerts wait meanwhile; while there are more, it
+# goes on.
 PURGE_WATCH = 60.0
 PURGE_LIMIT = 5_000
-PURGE_TIME = 20.0
+PURGE_TIME = 4.0
 # The longest pause between two looks through the large results for those that nothing refers to.
 OBJECT_WATCH = 12 * 3600.0
 
@@ -105,7 +106,7 @@ def _upkeep(celery: Celery, stop: threading.Event, progressed: Callable[[], obje
                 alarms.run_once(celery)
             if now >= purge_at:
                 purge_at = now + PURGE_WATCH
-                pace = replace(purge.RESTING, progressed=progressed, until=now + PURGE_TIME)
+                pace = replace(purge.RESTING, progressed=progressed, within=PURGE_TIME)
                 if maintenance.purge_once(celery, limit=PURGE_LIMIT, pace=pace).more:
                     purge_at = now
             pauses.end()

@@ -222,12 +222,14 @@ def purge_once(app: Celery, *, limit: int, pace: Pace = past.RESTING) -> Purged:
             service,
             retention=settings.retention_http,
             end=lambda names: _end_abandoned(runtime, names),
+            pace=pace,
         )
         passed = past.end_passed_over(
             connection,
             service,
             retention=settings.redelivery_horizon,
             end=lambda names: _end_passed_over(runtime, names),
+            pace=pace,
         )
         requests, more_requests = past.requests(
             connection, service, retention=settings.retention_http, limit=limit, pace=pace

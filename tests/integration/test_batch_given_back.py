@@ -1,15 +1,24 @@
-"""A batch that commits together, of which some have to run alone, and whose limit is near before all of them did."""
+"""A batch that commits together, of which some have to run alone: their claims are renewed until they do, or given back."""
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
+import psycopg
+import pytest
+from billiard.exceptions import SoftTimeLimitExceeded
 from celery import Celery
 from celery.app.trace import trace_task_ret
 from sqlalchemy import Engine, text
 
 from idempotency import IdempotentTask
+from idempotency.application import runtime_of
+from idempotency.upkeep import maintenance
 from idempotency.worker.batch import run_batch
 from tests.integration.test_batch_each import many
 from tests.integration.test_batch_neighbours import accounts, put, run, states
@@ -39,5 +48,67 @@ def test_claims_of_those_that_were_to_run_alone_are_given_back(bank: Celery, eng
         attempts = "SELECT attempts FROM idempotency.records WHERE status = 'released'"
         assert connection.execute(text(attempts)).scalars().all() == [0, 0]
     run(bank, task, *messages[1:])
+    assert states(engine) == dict.fromkeys(("e0", "e1", "e2"), "completed")
+    assert accounts(engine) == {"e0": [1], "e1": [1], "e2": [1]}
+
+
+def test_claims_of_those_that_wait_to_run_alone_are_renewed(bank: Celery, engine: Engine, configure: Any) -> None:
+    """Else the relay takes them for those of a dead process: with one attempt, they fail without having run."""
+    configure(lease=1.0, heartbeat=0.25, max_run=600.0)
+
+    def body(self: IdempotentTask, account: str) -> None:
+        self.step("alone", lambda session: None)
+        put(self, account)
+        if account == "e0":
+            time.sleep(1.5)
+            assert maintenance.recover(bank) == 0
+
+    task = make_task(bank, body, key="{account}", batch=10, max_attempts=1)
+    run(bank, task, *many(bank, task))
+    assert states(engine) == dict.fromkeys(("e0", "e1", "e2"), "completed")
+    assert not runtime_of(bank).heartbeat._holdings
+
+
+@pytest.fixture
+def limited() -> Iterator[None]:
+    """As billiard's pool does: a signal whose handler raises."""
+
+    def raised(*_: Any) -> None:
+        raise SoftTimeLimitExceeded
+
+    before = signal.signal(signal.SIGUSR1, raised)
+    yield
+    signal.signal(signal.SIGUSR1, before)
+
+
+# As anything that has begun an operation and is not committed yet.
+OTHER = """
+INSERT INTO idempotency.records (tenant, task, key, status, fence, fingerprint, message, queue, service, available_at)
+VALUES ('default', %s, 'e1', 'released', 1, 'v1:f', '', 'q', 'bank', clock_timestamp())"""
+
+
+@pytest.mark.parametrize("commit", ["together", "each"])
+def test_claims_that_are_being_made_as_the_limit_comes_are_not_made(
+    bank: Celery, engine: Engine, limited: None, commit: str
+) -> None:
+    """They wait for another transaction. Postgres would go on to, and make them after nobody was found to have them."""
+
+    def body(self: IdempotentTask, account: str) -> None:
+        put(self, account)
+
+    task = make_task(bank, body, key="{account}", batch=10, max_attempts=1, batch_commit=commit)
+    messages = many(bank, task)
+    bank.finalize()
+    bank.set_current()
+    with psycopg.connect(engine.url.set(drivername="postgresql").render_as_string(hide_password=False)) as other:
+        other.execute(OTHER, (task.name,))
+        threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+        traced = run_batch(lambda *call: trace_task_ret(*call, app=bank), task.name, messages, 1.0)
+        assert traced == [None, None, None]
+        other.rollback()
+    time.sleep(0.5)
+    assert states(engine) == {}
+    for each in messages:
+        run(bank, task, each)
     assert states(engine) == dict.fromkeys(("e0", "e1", "e2"), "completed")
     assert accounts(engine) == {"e0": [1], "e1": [1], "e2": [1]}

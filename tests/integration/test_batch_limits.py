@@ -214,9 +214,9 @@ def test_a_hard_time_limit_among_greenlets_puts_back_what_has_not_ended(
     def body(self: IdempotentTask, account: str) -> None:
         entered.append(account)
         put(self, account)
-        gevent.sleep(2)
+        gevent.sleep(4)
 
-    task = make_task(bank, body, key="{account}", batch=10, batch_commit=commit, time_limit=1)
+    task = make_task(bank, body, key="{account}", batch=10, batch_commit=commit, time_limit=3)
     bank.finalize()
     bank.set_current()
     requests = [Request(message(bank, task, f"e{n}")) for n in range(3)]

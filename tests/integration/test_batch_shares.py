@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from celery import Celery
 from sqlalchemy import BigInteger, Column, Engine, MetaData, Table, Text, event, insert, text
-from sqlalchemy.orm import Session
+from sqlalchemy.orm import Session, sessionmaker
 
 from idempotency import IdempotentTask
 from idempotency.application import close_runtime
@@ -85,6 +85,8 @@ def test_savepoints_of_sqlalchemy_share_the_transaction(bank: Celery, engine: En
     [
         "CREATE TEMP TABLE IF NOT EXISTS scratch (amount int) ON COMMIT DROP",
         "CREATE LOCAL TEMPORARY TABLE IF NOT EXISTS scratch (amount int) ON COMMIT DELETE ROWS",
+        "CREATE /* rows of one order, which are gone as soon as it commits */ TEMP TABLE IF NOT EXISTS scratch (amount int) "
+        "ON COMMIT DROP",
         "CREATE TABLE IF NOT EXISTS pg_temp.scratch (amount int)",
     ],
 )
@@ -168,8 +170,21 @@ class Shop(Session):
     """An application's own class of sessions, which acts once its outermost transaction has ended."""
 
 
+@pytest.fixture
+def shop(configured: Celery, request: pytest.FixtureRequest) -> Callable[[Any], Celery]:
+    """The application with sessions of this class or maker."""
+
+    def made(sessions: Any) -> Celery:
+        configured.conf.idempotency_session = sessions
+        close_runtime(configured)
+        request.addfinalizer(lambda: close_runtime(configured))
+        return configured
+
+    return made
+
+
 def test_who_listens_for_the_end_of_a_transaction_is_told_of_the_real_one(
-    configured: Celery, engine: Engine, request: pytest.FixtureRequest
+    shop: Callable[[Any], Celery], engine: Engine, request: pytest.FixtureRequest
 ) -> None:
     told: list[tuple[str, bool]] = []
 
@@ -183,8 +198,106 @@ def test_who_listens_for_the_end_of_a_transaction_is_told_of_the_real_one(
 
     event.listen(Shop, "after_transaction_end", ended)
     request.addfinalizer(lambda: event.remove(Shop, "after_transaction_end", ended))
-    configured.conf.idempotency_session = Shop
-    close_runtime(configured)
-    request.addfinalizer(lambda: close_runtime(configured))
-    run_batch_of(configured, body, "e0", "e1")
+    run_batch_of(shop(Shop), body, "e0", "e1")
     assert told == [("e0", True), ("e1", True)]
+
+
+@pytest.mark.parametrize("beside", [(), ("bad",)])
+def test_a_class_that_acts_in_its_commit_does_so_after_the_real_one_and_once(
+    shop: Callable[[Any], Celery], engine: Engine, beside: tuple[str, ...]
+) -> None:
+    told: list[tuple[str, bool]] = []
+
+    class Publishing(Session):
+        def commit(self) -> None:
+            super().commit()
+            told.append((self.info["account"], self.info["account"] in accounts(engine)))
+
+    def body(self: IdempotentTask, account: str) -> None:
+        self.session.info["account"] = account
+        put(self, account)
+        if account == "bad":
+            raise ValueError("bad")
+
+    run_batch_of(shop(Publishing), body, "e0", *beside, "e1")
+    assert [each for each in told if each[0] != "bad"] == [("e0", True), ("e1", True)]
+
+
+def test_options_that_all_sessions_have_keep_none_from_its_batch(shop: Callable[[Any], Celery], engine: Engine) -> None:
+    entered: list[str] = []
+
+    def body(self: IdempotentTask, account: str) -> None:
+        entered.append(account)
+        put(self, account)
+
+    run_batch_of(shop(sessionmaker(execution_options={"logging_token": "shop"})), body, "e0", "e1", "e2")
+    assert entered == ["e0", "e1", "e2"]
+    assert states(engine) == dict.fromkeys(("e0", "e1", "e2"), "completed")
+
+
+@pytest.mark.parametrize("how", ["reset", "close"])
+def test_what_a_body_has_undone_by_ending_its_transaction_is_undone(bank: Celery, engine: Engine, how: str) -> None:
+    def body(self: IdempotentTask, account: str) -> None:
+        put(self, account, 7)
+        if how == "reset":
+            self.session.reset()
+        else:
+            transaction: Any = self.session.get_transaction()
+            transaction.close()
+        put(self, account)
+
+    run_batch_of(bank, body, "e0", "e1")
+    assert accounts(engine) == {"e0": [1], "e1": [1]}
+
+
+@pytest.mark.parametrize("beside", [(), ("bad",)])
+def test_options_set_before_the_commit_are_no_others(bank: Celery, engine: Engine, beside: tuple[str, ...]) -> None:
+    with engine.connect() as connection:
+        connection.exec_driver_sql(OTHER)
+
+    def audit(session: Session) -> None:
+        session.connection().execution_options(schema_translate_map={None: "other"})
+
+    def body(self: IdempotentTask, account: str) -> None:
+        if account == "bad":
+            raise ValueError("bad")
+        if account == "e0":
+            event.listen(self.session, "before_commit", audit)
+        self.session.execute(insert(ENTRIES), {"account": account, "amount": 1})
+
+    run_batch_of(bank, body, *beside, "e0", "e1", "e2")
+    assert (elsewhere(engine), accounts(engine)) == ([], {"e0": [1], "e1": [1], "e2": [1]})
+
+
+def test_a_cursor_that_is_left_open_is_read_on_by_no_other(bank: Celery, engine: Engine) -> None:
+    def body(self: IdempotentTask, account: str) -> None:
+        if not self.session.execute(text("SELECT count(*) FROM pg_cursors WHERE name = 'due'")).scalar_one():
+            self.session.execute(text("DECLARE due CURSOR FOR SELECT * FROM generate_series(1, 3)"))
+        put(self, account, sum(self.session.execute(text("FETCH ALL FROM due")).scalars()))
+
+    run_batch_of(bank, body, "e0", "e1")
+    assert accounts(engine) == {"e0": [6], "e1": [6]}
+
+
+def test_a_table_of_a_name_that_looks_like_more_is_written_together(bank: Celery, engine: Engine) -> None:
+    entered: list[str] = []
+    with engine.connect() as connection:
+        connection.exec_driver_sql("CREATE TABLE temp (account text)")
+
+    def body(self: IdempotentTask, account: str) -> None:
+        entered.append(account)
+        self.session.execute(text("INSERT INTO temp VALUES (:account)"), {"account": account})
+
+    run_batch_of(bank, body, "e0", "e1")
+    assert entered == ["e0", "e1"]
+
+
+def test_many_comments_before_a_statement_take_no_time(bank: Celery, engine: Engine) -> None:
+    """Each of them once doubled it: a hundred would not end."""
+
+    def body(self: IdempotentTask, account: str) -> None:
+        self.session.execute(text("/* Postings of an order. */\n" * 100 + "SELECT 1"))
+        put(self, account)
+
+    run_batch_of(bank, body, "e0", "e1")
+    assert accounts(engine) == {"e0": [1], "e1": [1]}

@@ -24,6 +24,14 @@ CREATE TRIGGER slow BEFORE DELETE ON idempotency.records FOR EACH ROW EXECUTE FU
 """
 
 
+ROWS = """
+INSERT INTO idempotency.outbox
+    (message_id, tenant, task, key, fingerprint, message, queue, origin, generation, service, status, published_at, settled_at)
+SELECT gen_random_uuid()::text, 'default', 'external', 'x' || n, 'v1:f', 'm', 'q', 'enqueue', 1, 'bank', 'published',
+       clock_timestamp() - interval '99 days', clock_timestamp() - interval '99 days' FROM generate_series(1, 300) n;
+"""
+
+
 def left(engine: Engine) -> int:
     with engine.connect() as connection:
         return int(connection.execute(text("SELECT count(*) FROM idempotency.records")).scalar_one())
@@ -33,7 +41,7 @@ def test_it_tells_of_each_batch_and_ends_in_time(bank: Celery, engine: Engine) -
     with engine.connect() as connection:
         connection.exec_driver_sql(SLOW)
     told: list[int] = []
-    pace = Pace(progressed=lambda: told.append(left(engine)), until=time.monotonic() + 0.3)
+    pace = Pace(progressed=lambda: told.append(left(engine)), within=0.3)
     purged = purge_once(bank, limit=5_000, pace=pace)
     assert purged.more
     assert 0 < purged.operations < 1000
@@ -60,3 +68,25 @@ def test_alerts_are_sent_between_its_passes(bank: Celery, engine: Engine, monkey
     thread.join(30)
     assert left(engine) == 0
     assert len({many for many in sent if 0 < many < 1000}) >= 2
+
+
+def test_what_one_kind_leaves_undone_keeps_no_other_waiting(bank: Celery, engine: Engine) -> None:
+    with engine.connect() as connection:
+        connection.exec_driver_sql(SLOW)
+        connection.exec_driver_sql(ROWS)
+    began = time.monotonic()
+    purged = purge_once(bank, limit=5_000, pace=Pace(rest=3.0, within=1.0))
+    assert purged.more
+    assert 0 < purged.operations < 1000
+    assert purged.rows == 300
+    assert time.monotonic() - began < 60  # not ten seconds' rest for each of its batches
+
+
+def test_it_tells_of_each_row_that_is_handled_alone(bank: Celery, engine: Engine) -> None:
+    refuses = SLOW.replace("PERFORM", "IF OLD.key = 'k1' THEN RAISE EXCEPTION 'refused'; END IF; PERFORM")
+    with engine.connect() as connection:
+        connection.exec_driver_sql(refuses.replace("1000", "120"))
+    told: list[int] = []
+    purge_once(bank, limit=5_000, pace=Pace(progressed=lambda: told.append(left(engine))))
+    assert left(engine) == 1
+    assert len(set(told)) > 90

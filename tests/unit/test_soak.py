@@ -66,6 +66,7 @@ def test_what_falls_now_and_then_rises_only_if_it_does_so_beyond_that(per_millio
         ({0, 1, 2, 3}, 0, {"0"}, "lost=0 doubled=1 misreported=0"),  # and no row
         ({1, 2}, 1, {"0"}, "lost=1 doubled=1 misreported=0"),  # as many rows as there should be
         ({1, 2, 3}, 0, {"0", "2"}, "lost=0 doubled=0 misreported=1"),  # done, and its letter says that it failed
+        ({1, 2, 99}, 0, {"0"}, "lost=1 doubled=0 misreported=1"),  # nobody had asked for it
     ],
 )
 def test_a_soak_compares_rows_and_letters_by_number(
