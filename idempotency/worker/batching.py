@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from .task import IdempotentTask
 
 
+# Seconds from one look for a free process to the next.
+LOOK = 0.01
+
+
 def strategy(task: IdempotentTask[..., Any], app: Any, consumer: Any, **options: Any) -> Callable[..., Any]:
     """Celery's strategy for a task's messages, with one difference: what it would send to the pool is gathered first."""
     # every process of the pool can then have a whole batch, and the next one waits here
@@ -34,12 +38,18 @@ def strategy(task: IdempotentTask[..., Any], app: Any, consumer: Any, **options:
 
 
 class _Gathering:
-    """A worker's consumer as a strategy sees it, which collects a task's requests and sends them to the pool together."""
+    """A worker's consumer as a strategy sees it, which collects a task's requests and sends them to the pool together.
+
+    A batch is sent when it is full, or when its first message has waited for `batch_wait` and a process of the pool is free:
+    while none is, more may join.
+    """
 
     def __init__(self, task: IdempotentTask[..., Any], consumer: Any) -> None:
         self._task = task
         self._consumer = consumer
         self._requests: list[Any] = []
+        # of the batch that is gathered: its time may come when it has long been sent, and another one has begun
+        self._number = 0
         # with some pools, timers run in a thread of their own
         self._lock = threading.Lock()
 
@@ -52,14 +62,27 @@ class _Gathering:
             return
         with self._lock:
             self._requests.append(request)
-            many = len(self._requests)
+            many, number = len(self._requests), self._number
         if many >= self._task.batch:
-            self._send()
+            self._send(number)
         elif many == 1:
-            self._consumer.timer.call_after(self._task.batch_wait, self._send)
+            self._consumer.timer.call_after(self._task.batch_wait, self._close, (number,))
 
-    def _send(self) -> None:
+    def _close(self, number: int) -> None:
+        if number == self._number and self._is_pool_busy():
+            self._consumer.timer.call_after(LOOK, self._close, (number,))
+        else:
+            self._send(number)
+
+    def _is_pool_busy(self) -> bool:
+        semaphore = getattr(getattr(self._consumer, "controller", None), "semaphore", None)
+        return semaphore is not None and semaphore.value <= 0  # only pools of processes have one
+
+    def _send(self, number: int) -> None:
         with self._lock:
+            if number != self._number:
+                return
+            self._number += 1
             requests, self._requests = self._requests, []
         if requests:
             # Celery waits for a free process of the pool, and then calls `execute_using_pool`

@@ -73,6 +73,18 @@ def queued(bank: Celery) -> int:
         return int(connection.default_channel.queue_declare(bank.conf.task_default_queue, passive=True).message_count)
 
 
+def test_batches_are_full_while_more_waits_than_the_pool_takes(
+    bank: Celery, engine: Engine, send: Callable[..., list[str]], start: Callable[..., Worker]
+) -> None:
+    """Those that wait while no process is free join the next one, however long that is; one closes at the time of no other."""
+    accounts = send(200, batched.post_slowly)
+    worker = start()
+    eventually(lambda: len(posted(engine)) == len(accounts), timeout=60, what=worker.log)
+    with engine.connect() as connection:
+        batches = connection.execute(TOGETHER).scalar_one()
+    assert batches <= len(accounts) / batched.BATCH + 3  # the first ones, for which the pool has waited
+
+
 def test_what_waits_is_committed_in_one_transaction(
     bank: Celery, send: Any, start: Any, engine: Engine, record: Record
 ) -> None:

@@ -30,6 +30,8 @@ def test_attempts_are_timed_beside_records_what_waits_and_an_open_transaction(
 def test_a_soak_counts_each_operation_once_and_says_that_a_short_one_shows_nothing() -> None:
     command = [sys.executable, "-m", "benchmarks.soak", "--operations", "2000", "--concurrency", "2"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert re.search(r"^RESULT operations=2000 .* lost=0 doubled=0 misreported=0 ", done.stdout, re.MULTILINE), done.stderr[-2000:]
+    assert re.search(r"^RESULT operations=2000 .* lost=0 doubled=0 misreported=0 ", done.stdout, re.MULTILINE), (
+        done.stderr[-2000:]
+    )
     assert done.returncode in (1, 2)  # 1: in so short a time, tables have only begun to fill
     assert done.returncode == 1 or "proves nothing" in done.stdout

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from typing import Any
 
 from sqlalchemy import text
@@ -30,6 +31,13 @@ def post_entry(self: IdempotentTask, account: str, how: str = "") -> Any:
 @app.task(base=IdempotentTask, bind=True, key="{account}", on_failed=record_failure, batch=BATCH, batch_commit="each")
 def post_each(self: IdempotentTask, account: str, how: str = "") -> Any:
     """The same, each in its own transaction."""
+    return post(self, account, how)
+
+
+@app.task(base=IdempotentTask, bind=True, key="{account}", batch=BATCH, batch_wait=0.001)
+def post_slowly(self: IdempotentTask, account: str, how: str = "") -> Any:
+    """A body that takes longer than a message takes to arrive."""
+    time.sleep(0.01)
     return post(self, account, how)
 
 
