@@ -214,7 +214,7 @@ contests := unique duplicates storm outside enqueue batch sagas
 bench: .venv/ready ## compare with plain Celery and what else there is; ONLY=unique,duplicates,storm,outside,enqueue,batch,relay,http,latency,backlog,ordering,resend,scale,waiting,purge,held; QUICK=1: unique, duplicates, batch, relay, latency, scale, waiting and purge, with 3 rounds, fewer jobs and smaller tables; ARGS='--plot DIR --json'; ONLY=life: what operations leave behind; ONLY=start: import and help; ONLY=sagas,saga_length,saga_waits; ONLY=partitions; ONLY=stores: Redis beside Postgres; ONLY=stream
 	@$(if $(or $(if $(ONLY),,all),$(filter $(contests),$(subst $(comma), ,$(ONLY)))),$(VENV)/python -m pip install --quiet --disable-pip-version-check \
 		--no-build-isolation --constraint constraints.txt --editable '.[bench]')
-	@$(VENV)/python -m benchmarks $(if $(or $(ONLY),$(QUICK)),--only $(or $(ONLY),$(quick))) $(if $(QUICK),--rounds 3 --messages 600 --records 1000000) $(ARGS)
+	@$(VENV)/python -m benchmarks $(if $(or $(ONLY),$(QUICK)),--only $(or $(ONLY),$(quick))) $(if $(QUICK),--rounds 3 --messages 400 --records 1000000) $(ARGS)
 
 soak: .venv/ready ## a long run under load: slopes of memory, files, connections, tables, queues; OPERATIONS=1000000; CLUSTER=1: through clusters that fail over
 	@$(VENV)/python -m benchmarks.soak $(if $(CLUSTER),--cluster) --operations $(or $(OPERATIONS),1000000) $(ARGS)

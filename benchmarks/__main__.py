@@ -195,7 +195,7 @@ def compete(
             compare(as_json, report, "unique_alone", rates, "unique", {"plain": "plain"})
         if "duplicates" in chosen:
             # a message costs less than a job, and a turn has to last
-            rates = duplicates.measure(contest, rounds=rounds, messages=5 * messages)
+            rates = duplicates.measure(contest, rounds=rounds, messages=3 * messages)
             compare(as_json, report, "duplicates", rates, "each", {"plain": "noop", "powertools": "powertools"})
             compare(as_json, report, "duplicates_alone", rates, "unique", {"plain": "noop"})
         if "storm" in chosen:

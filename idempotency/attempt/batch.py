@@ -34,6 +34,7 @@ from ..store import batches, operations
 from ..store.answers import Claimed, Completed, claim_of
 from ..store.statements import describe
 from ..wire.delivery import Delivery
+from ..wire.keys import OperationId
 from .attempt import Attempt
 from .endings import Finished
 from .heartbeat import Holding
@@ -102,6 +103,7 @@ def run_together(
         raise
     except Exception as error:
         # Its COMMIT may have succeeded. The records know, and each delivery asks its own.
+        metrics.batches.labels(deliveries[0].id.task, "alone").inc()
         log.warning("batch_not_committed", task=deliveries[0].id.task, many=len(attempts), error=describe(error))
     finally:
         for attempt in attempts.values():
@@ -127,8 +129,10 @@ def claim_together(runtime: Runtime, deliveries: Sequence[Delivery], tokens: Seq
     except SoftTimeLimitExceeded:
         raise
     except Exception as error:
+        metrics.batches.labels(deliveries[0].id.task, "alone").inc()
         log.warning("batch_not_claimed", task=deliveries[0].id.task, many=len(deliveries), error=describe(error))
         return [Answer(token, is_in_doubt=True) for token in tokens]
+    metrics.batches.labels(deliveries[0].id.task, "each").inc()
     return [
         Answer(token, completed=completed.get(delivery.id.key), holding=_held(runtime, claims.get(delivery.id.key)))
         for token, delivery in zip(tokens, deliveries, strict=True)
@@ -210,20 +214,29 @@ class _Batch:
         self._policy = policy
         self._body = body
 
+    @property
+    def _id(self) -> OperationId:
+        """Of one of them, whose task and tenant are those of all."""
+        return next(iter(self._attempts.values())).claim.id
+
     def run(self) -> dict[int, Finished]:
         """First without savepoints: they cost two round trips each, and beyond 64 every other transaction looks them up on disk.
 
         If one body cannot stay, all are rolled back and run once more, each behind a savepoint.
         """
         crash_point("claimed")
-        with suppress(_NotAll, IntegrityError):  # a constraint that is checked at COMMIT
-            return self._try(savepoints=False)
-        return self._try(savepoints=True)
-
-    def _try(self, *, savepoints: bool) -> dict[int, Finished]:
         if not self._attempts:
             return {}
-        id = next(iter(self._attempts.values())).claim.id
+        ran, done = "together", None
+        with suppress(_NotAll, IntegrityError):  # a constraint that is checked at COMMIT
+            done = self._try(savepoints=False)
+        if done is None:
+            ran, done = "again", self._try(savepoints=True)
+        metrics.batches.labels(self._id.task, ran).inc()
+        return done
+
+    def _try(self, *, savepoints: bool) -> dict[int, Finished]:
+        id = self._id
         with self._runtime.transaction(id.tenant) as connection:
             crash_point("body.entered")
             with metrics.phase(id.task, "body"):

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry, Counter, Histogram
 
 claims: Counter
+batches: Counter
 takeovers: Counter
 completed: Counter
 failed: Counter
@@ -82,6 +83,11 @@ class _Metrics:
         counter, histogram = partial(Counter, registry=None), partial(Histogram, registry=None)
         self.claims = counter(
             "idempotency_claims", "Claims granted; an attempt whose commit is in doubt claims again", ["task"]
+        )
+        self.batches = counter(
+            "idempotency_batches",
+            "Batches, by how their bodies ran: each by itself, together, together again behind savepoints, alone",
+            ["task", "ran"],
         )
         self.takeovers = counter(
             "idempotency_takeovers",

@@ -12,8 +12,10 @@ from sqlalchemy.orm import Session, sessionmaker
 
 from idempotency import IdempotentTask
 from idempotency.application import close_runtime
+from idempotency.observe import metrics
 from tests.integration.conftest import configured as configured
 from tests.integration.test_batch_neighbours import accounts, batched, message, put, run, states
+from tests.support.tasks import make_task
 
 Body = Callable[..., Any]
 
@@ -301,3 +303,38 @@ def test_many_comments_before_a_statement_take_no_time(bank: Celery, engine: Eng
 
     run_batch_of(bank, body, "e0", "e1")
     assert accounts(engine) == {"e0": [1], "e1": [1]}
+
+
+def test_batches_are_counted_by_how_they_ran(bank: Celery, engine: Engine) -> None:
+    def body(self: IdempotentTask, account: str) -> None:
+        if account == "bad":
+            raise ValueError("bad")
+        if account == "options":
+            self.session.connection(execution_options={"logging_token": account})
+        put(self, account)
+
+    def body_of_each(self: IdempotentTask, account: str) -> None:
+        put(self, account)
+
+    task = batched(bank, body)
+    each = make_task(bank, body_of_each, key="{account}", batch=10, batch_commit="each")
+    for of, names in (
+        (task, ["e0", "e1"]),
+        (task, ["e2", "bad", "e3"]),
+        (task, ["e4", "options"]),
+        (each, ["e0"]),
+    ):
+        run(bank, of, *(message(bank, of, name) for name in names))
+    ran = {
+        (sample.labels["task"], sample.labels["ran"]): sample.value
+        for metric in metrics.batches.collect()
+        for sample in metric.samples
+        if sample.name.endswith("_total")
+    }
+    assert {name: ran.get((task.name, name)) for name in ("together", "again", "alone", "each")} == {
+        "together": 1,
+        "again": 1,
+        "alone": 1,
+        "each": None,
+    }
+    assert ran[each.name, "each"] == 1

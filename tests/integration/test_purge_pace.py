@@ -18,7 +18,7 @@ SLOW = """
 INSERT INTO idempotency.records
     (tenant, task, key, status, fence, fingerprint, message, queue, result, response_code, completed_at, expires_at, service)
 SELECT 'default', 't', 'k' || n, 'completed', n, 'v1:f', 'm', 'q', 'null', 200, clock_timestamp() - interval '9 days',
-       clock_timestamp() - interval '1 day', 'bank' FROM generate_series(1, 1000) n;
+       clock_timestamp() - interval '1 day', 'bank' FROM generate_series(1, 600) n;
 CREATE FUNCTION slow() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN PERFORM pg_sleep(0.002); RETURN OLD; END $$;
 CREATE TRIGGER slow BEFORE DELETE ON idempotency.records FOR EACH ROW EXECUTE FUNCTION slow();
 """
@@ -44,10 +44,10 @@ def test_it_tells_of_each_batch_and_ends_in_time(bank: Celery, engine: Engine) -
     pace = Pace(progressed=lambda: told.append(left(engine)), within=0.3)
     purged = purge_once(bank, limit=5_000, pace=pace)
     assert purged.more
-    assert 0 < purged.operations < 1000
-    assert left(engine) == 1000 - purged.operations
-    assert set(told) >= set(range(left(engine), 1000, 100))
-    assert purge_once(bank, limit=5_000) == (purged.__class__(1000 - purged.operations, 0, 0, more=False))
+    assert 0 < purged.operations < 600
+    assert left(engine) == 600 - purged.operations
+    assert set(told) >= set(range(left(engine), 600, 100))
+    assert purge_once(bank, limit=5_000) == (purged.__class__(600 - purged.operations, 0, 0, more=False))
 
 
 def test_alerts_are_sent_between_its_passes(bank: Celery, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,7 +67,7 @@ def test_alerts_are_sent_between_its_passes(bank: Celery, engine: Engine, monkey
     stop.set()
     thread.join(30)
     assert left(engine) == 0
-    assert len({many for many in sent if 0 < many < 1000}) >= 2
+    assert len({many for many in sent if 0 < many < 600}) >= 2
 
 
 def test_what_one_kind_leaves_undone_keeps_no_other_waiting(bank: Celery, engine: Engine) -> None:
@@ -77,7 +77,7 @@ def test_what_one_kind_leaves_undone_keeps_no_other_waiting(bank: Celery, engine
     began = time.monotonic()
     purged = purge_once(bank, limit=5_000, pace=Pace(rest=3.0, within=1.0))
     assert purged.more
-    assert 0 < purged.operations < 1000
+    assert 0 < purged.operations < 600
     assert purged.rows == 300
     assert time.monotonic() - began < 60  # not ten seconds' rest for each of its batches
 
@@ -85,7 +85,7 @@ def test_what_one_kind_leaves_undone_keeps_no_other_waiting(bank: Celery, engine
 def test_it_tells_of_each_row_that_is_handled_alone(bank: Celery, engine: Engine) -> None:
     refuses = SLOW.replace("PERFORM", "IF OLD.key = 'k1' THEN RAISE EXCEPTION 'refused'; END IF; PERFORM")
     with engine.connect() as connection:
-        connection.exec_driver_sql(refuses.replace("1000", "120"))
+        connection.exec_driver_sql(refuses.replace("600", "120"))
     told: list[int] = []
     purge_once(bank, limit=5_000, pace=Pace(progressed=lambda: told.append(left(engine))))
     assert left(engine) == 1

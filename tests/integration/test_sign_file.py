@@ -47,6 +47,7 @@ def signed(worker: Worker, file: Path) -> None:
     assert holder.split("|")[3] == str(worker.process.pid)
 
 
+@pytest.mark.long
 def test_a_worker_whose_main_loop_hangs_is_told_and_ends_in_order(
     bank: Celery, processes: Processes, run: Run, file: Path
 ) -> None:

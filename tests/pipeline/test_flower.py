@@ -96,6 +96,7 @@ def test_flower_shows_workers_tasks_and_keys_but_no_arguments_or_results(
         assert secret not in client.get("/api/tasks").text
 
 
+@pytest.mark.long
 def test_neither_flower_nor_remote_control_shows_arguments_of_what_runs_or_waits(
     bank: Celery, processes: Processes
 ) -> None:

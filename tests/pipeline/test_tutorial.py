@@ -14,6 +14,7 @@ from tests.support.documents import every_block
 PAGE = "docs/tutorial.md"
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_the_tutorial_does_what_it_says(servers: services.Services, tmp_path: Path) -> None:
     blocks = [block for block in every_block(PAGE) if block.not_run is None]
