@@ -387,7 +387,7 @@ def compared(operations: int, failing: set[int], with_rows: set[int], twice: int
     expected = {str(number) for number in failing}
     asked = set(range(operations))
     lost = len(asked - failing - with_rows) + len(expected - letters)
-    # a letter says that it failed, whatever has become of its row; a row says that nobody had asked for it
+    # a letter of an operation that had to succeed, or a row of a number that was never accepted
     misreported = len(letters - expected) + len(with_rows - asked)
     return f"lost={lost} doubled={twice + len(failing & with_rows)} misreported={misreported}"
 

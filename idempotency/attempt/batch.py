@@ -110,11 +110,13 @@ def run_together(
             attempt.close()
     answers = []
     for place, (token, delivery) in enumerate(zip(tokens, deliveries, strict=True)):
-        if (finished := done.get(place)) or (known := completed.get(delivery.id.key)):
-            answers.append(Answer(token, finished=finished, completed=None if finished else known))
-        else:  # it runs alone, when those before it have; if that does not come about, it is given back by its token
+        answer = Answer(token, finished=done.get(place), completed=completed.get(delivery.id.key))
+        if (
+            answer.outcome is None
+        ):  # it runs alone, after those before it; if it does not, it is given back by its token
             claim = attempts[place].claim if place in attempts else None
-            answers.append(Answer(token, holding=_held(runtime, claim), is_in_doubt=True))
+            answer = Answer(token, holding=_held(runtime, claim), is_in_doubt=True)
+        answers.append(answer)
     return answers
 
 

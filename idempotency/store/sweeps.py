@@ -107,7 +107,7 @@ class Sweep:
 
 
 def _nothing() -> None:
-    """What nobody asks about is told to nobody."""
+    """Nobody is told."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -197,10 +197,10 @@ def purge(app: Celery, *, limit: int = 100 * BATCH) -> int:
 def purge_once(app: Celery, *, limit: int, pace: Pace = past.RESTING) -> Purged:
     """Delete operations past their retention with their outbox rows, settled rows without operations, and closed letters.
 
-    Of this application, and those without a name; at most about `limit` of each kind, and at this pace. An operation stays while it has
-    an open dead letter, an unpublished outbox row, or one published within the `redelivery_horizon`. An HTTP request
-    that did not end, and that no client repeats, goes after `retention_http`; one that has begun an effect or a step
-    fails then, with a dead letter. The audit table is never purged.
+    Of this application, and those without a name; at most about `limit` of each kind, and at this pace. An operation
+    stays while it has an open dead letter, an unpublished outbox row, or one published within the `redelivery_horizon`.
+    An HTTP request that did not end, and that no client repeats, goes after `retention_http`; one that has begun an
+    effect or a step fails then, with a dead letter. The audit table is never purged.
 
     Where the records are in partitions, the missing ones are made, and those that are over are dropped whole.
     """

@@ -91,7 +91,7 @@ VALUES ('default', %s, 'e1', 'released', 1, 'v1:f', '', 'q', 'bank', clock_times
 def test_claims_that_are_being_made_as_the_limit_comes_are_not_made(
     bank: Celery, engine: Engine, limited: None, commit: str
 ) -> None:
-    """They wait for another transaction. Postgres would go on to, and make them after nobody was found to have them."""
+    """They wait for another transaction. Left to itself, Postgres would make them after the look that found none."""
 
     def body(self: IdempotentTask, account: str) -> None:
         put(self, account)

@@ -150,7 +150,7 @@ def elsewhere(engine: Engine) -> list[str]:
 @pytest.mark.parametrize("of", [("e0",), ("e0", "e1"), ("e2",)])
 @pytest.mark.parametrize("how", ["options", "settings"])
 def test_where_one_body_writes_no_other_does(bank: Celery, engine: Engine, of: tuple[str, ...], how: str) -> None:
-    """A customer with a schema of its own, by SQLAlchemy's `schema_translate_map`, or by an UPDATE that is a SET."""
+    """By SQLAlchemy's `schema_translate_map`, as for a customer's own schema, or by an UPDATE that is a SET."""
     with engine.connect() as connection:
         connection.exec_driver_sql(OTHER)
 
