@@ -193,6 +193,7 @@ def compete(
             rates = unique.measure(contest, rounds=rounds, messages=messages)
             compare(as_json, report, "unique", rates, "each", {name: name for name in unique.OTHERS})
             compare(as_json, report, "unique_alone", rates, "unique", {"plain": "plain"})
+            show_processor(as_json, report, "unique_processor", contest.processor)
         if "duplicates" in chosen:
             # a message costs less than a job, and a turn has to last
             rates = duplicates.measure(contest, rounds=rounds, messages=3 * messages)
@@ -295,10 +296,9 @@ def show_processor(as_json: bool, report: Report, name: str, spent: dict[str, di
     if as_json:
         print(json.dumps({name: {"kinds": kinds, **figures}}))
     else:
-        table = Table("ms of the processor for a job", *figures)
-        for row, kind in enumerate(kinds):
-            table.add_row(kind, *(f"{of_side[row]:.2f}" for of_side in figures.values()))
-        table.add_row("all", *(f"{sum(of_side):.2f}" for of_side in figures.values()))
+        table = Table("ms of the processor for a job", *kinds, "all")
+        for side, of_side in figures.items():
+            table.add_row(side, *(f"{spent:.2f}" for spent in (*of_side, sum(of_side))))
         console.print(table)
     report.add(name, figures)
 

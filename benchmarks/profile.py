@@ -24,6 +24,7 @@ import redis
 import typer
 from opentelemetry.sdk.trace import TracerProvider
 from rich.console import Console
+from rich.progress import track
 from rich.table import Table
 from sqlalchemy import create_engine
 
@@ -69,7 +70,7 @@ def main(attempts: Annotated[int, typer.Option(min=120, max=100_000)] = 4800) ->
 
         def measure(name: str, run: Run, connects: Sequence[Connect], each: int) -> None:
             run(WARM)  # connections, prepared statements, caches
-            rounds = [_timed(run, each) for _ in range(ROUNDS)]
+            rounds = [_timed(run, each) for _ in track(range(ROUNDS), description=name)]
             by_package[name] = calls = _calls(run, TRACED)
             with counted(connects) as trips:
                 commands = _commands(client)

@@ -31,7 +31,7 @@ from ..text import number_of
 from ..upkeep import maintenance, objects
 from ..upkeep.loops import run_relay
 from .options import AppOption, JsonOption
-from .terminal import application, console, log_to_stderr, plain, print_json, stopped_by_signals
+from .terminal import application, console, errors, log_to_stderr, plain, print_json, stopped_by_signals
 
 commands = typer.Typer()
 
@@ -61,12 +61,13 @@ def migrate(
     if partitioned is not None:
         partitioning.require_width(partitioned)
     engine = make_migrations_engine(settings_of(application(app)))
-    revision = schema.migrate(engine)
-    if partitioned is not None:
-        partitioning.partition(engine, partitioned)
-    else:
-        partitioning.renew(engine)
-    done = roles.create(engine, role_passwords()) if with_roles else []
+    with errors.status("changing the tables; what runs goes on"):
+        revision = schema.migrate(engine)
+        if partitioned is not None:
+            partitioning.partition(engine, partitioned)
+        else:
+            partitioning.renew(engine)
+        done = roles.create(engine, role_passwords()) if with_roles else []
     if as_json:
         width = {} if partitioned is None else {"partitioned": partitioned}
         print_json({"revision": revision} | width | ({"statements": done} if with_roles else {}))

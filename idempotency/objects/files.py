@@ -71,7 +71,7 @@ class Files:
         A mount point itself is there without what is mounted, and empty; so it has to be a directory below.
         """
         if not self._directory.is_dir():
-            raise NotADirectoryError(f"{self._directory}: is not there; make it, or mount it")
+            raise FileNotFoundError(f"{self._directory}: is not there; make it, or mount it")
         if os.path.ismount(os.path.realpath(self._directory)):  # a link may lead to one
             raise NotADirectoryError(f"{self._directory}: is a mount point; name a directory in it")
 

@@ -6,6 +6,7 @@ import inspect
 from typing import Any
 
 from ..errors import SettingsError, UnsupportedControl
+from .options import name_of
 
 _COMMIT = "its record and its effects are not one commit"
 _BATCH = "a batch is one transaction"
@@ -62,5 +63,5 @@ def check_absent(cls: type[Any]) -> None:
     for name, why in _OPTIONS.items():
         if inspect.getattr_static(cls, name, None) is not None:
             raise SettingsError(
-                f"{name} of {cls.__name__}: not of a DeduplicatedTask, because {why}; use IdempotentTask"
+                f"{name} of {name_of(cls)}: not of a DeduplicatedTask, because {why}; use IdempotentTask"
             )

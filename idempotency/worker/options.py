@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from typing import Annotated, Any, Literal
 
@@ -20,6 +20,11 @@ from pydantic import (
 
 from ..errors import SettingsError
 from ..providers import ProviderContract
+
+
+def name_of(cls: type[Any]) -> str:
+    """A task as its sender calls it; a base has the name of its class alone."""
+    return vars(cls).get("name") or cls.__name__
 
 
 def check_spelling(cls: type[Any], root: type[Any]) -> None:
@@ -39,7 +44,7 @@ def check_spelling(cls: type[Any], root: type[Any]) -> None:
     known = {name for base in cls.__mro__[1:] for name in vars(base)}
     for name in (name for name in vars(cls) if not name.startswith("_") and name not in known):
         if near := get_close_matches(name, ours, n=1, cutoff=0.65 if len(name) <= 4 else 0.8):
-            raise SettingsError(f"{name} of {cls.__name__}: no such option; did you mean {near[0]}?")
+            raise SettingsError(f"{name} of {name_of(cls)}: no such option; did you mean {near[0]}?")
 
 
 def _takes(arguments: int) -> AfterValidator:
@@ -98,6 +103,13 @@ def check_values(cls: type[Any]) -> None:
         try:
             checked = _CHECKS[name].validate_python(value)
         except ValidationError:
-            raise SettingsError(f"{name} of {cls.__name__}: must be {needed}, got {value!r}") from None
+            raise SettingsError(f"{name} of {name_of(cls)}: must be {needed}, got {value!r}") from None
         if name == "permanent_errors":
             cls.permanent_errors = checked
+
+
+def check_batch(cls: type[Any], given: Iterable[str]) -> None:
+    """Refuse options of batches in a task that has none: its messages would be claimed one by one. Raises `SettingsError`."""
+    if cls.batch == 1 and "batch" not in vars(cls):
+        for name in given:
+            raise SettingsError(f"{name} of {name_of(cls)}: does nothing without batch=, how many are claimed at once")

@@ -25,6 +25,7 @@ from ..errors import (
 from ..handle import R_co
 from ..wire import keys
 from .keyed import Keyed
+from .options import name_of
 from .using import P
 
 
@@ -53,21 +54,21 @@ class RetriedTask(Keyed[P, R_co], Generic[P, R_co]):
         """Celery's `max_retries` is the same limit as `max_attempts`, which counts the first attempt, too."""
         given = inspect.getattr_static(cls, "max_retries")
         if not isinstance(given, property):
-            _check_retries(f"max_retries of {cls.__name__}", given)
+            _check_retries(f"max_retries of {name_of(cls)}", given)
             if (attempts := cls.__dict__.get("max_attempts")) not in (None, given + 1):
                 raise SettingsError(
-                    f"max_retries={given} and max_attempts={attempts} of {cls.__name__}: give one of them"
+                    f"max_retries={given} and max_attempts={attempts} of {name_of(cls)}: give one of them"
                 )
             cls.max_attempts = given + 1
             cls.max_retries = RetriedTask.__dict__["max_retries"]  # type: ignore[method-assign]
         of_autoretry = getattr(cls, "retry_kwargs", None) or {}
         if "max_retries" in of_autoretry:
-            _check_retries(f"retry_kwargs of {cls.__name__}: max_retries", retries := of_autoretry["max_retries"])
+            _check_retries(f"retry_kwargs of {name_of(cls)}: max_retries", retries := of_autoretry["max_retries"])
             if cls.max_attempts is None:
                 cls.max_attempts = retries + 1
             elif cls.max_attempts <= retries:
                 raise SettingsError(
-                    f"retry_kwargs of {cls.__name__}: max_retries={retries} is more than its max_attempts={cls.max_attempts} "
+                    f"retry_kwargs of {name_of(cls)}: max_retries={retries} is more than its max_attempts={cls.max_attempts} "
                     f"allow; give the task max_retries={retries}"
                 )
 

@@ -69,7 +69,7 @@ from .deliveries import (
     store_refusal,
 )
 from .errbacks import run_as_errback
-from .options import check_values
+from .options import check_batch, check_values
 from .retrying import again
 from .using import P
 from .waiting import Waiting
@@ -140,8 +140,10 @@ class IdempotentTask(ControlledTask[P, R_co]):
     def bind(cls, app: Celery) -> Celery:
         # not in Celery's hook `on_bound`: applications override that one without calling ours
         symbol_by_name(INSTALL)()
+        of_batches = [name for name in ("batch_commit", "batch_wait") if name in vars(cls)]
         bound: Celery = super().bind(app)
         check_values(cls)  # from task_annotations
+        check_batch(cls, of_batches)
         if cls.batch > 1:
             cls.Strategy = BATCHING
         hooks.move_into_attempt(cls, IdempotentTask)

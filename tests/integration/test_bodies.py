@@ -216,9 +216,11 @@ def test_retry_kwargs_set_the_limit_of_attempts_or_are_refused(bank: Celery) -> 
     many = {"autoretry_for": (ValueError,), "retry_kwargs": {"max_retries": 10}}
     assert make_task(bank, body, **many).max_retries == 10
     assert make_task(bank, body, max_attempts=20, **many).max_retries == 19
-    with pytest.raises(SettingsError, match=r"^retry_kwargs of body: max_retries=10 is more than its max_attempts=5"):
+    with pytest.raises(
+        SettingsError, match=r"^retry_kwargs of test\.\d+: max_retries=10 is more than its max_attempts=5"
+    ):
         make_task(bank, body, max_attempts=5, **many).max_retries  # noqa: B018
-    with pytest.raises(SettingsError, match=r"^retry_kwargs of body: max_retries: must be 0 or more, got None"):
+    with pytest.raises(SettingsError, match=r"^retry_kwargs of test\.\d+: max_retries: must be 0 or more, got None"):
         make_task(bank, body, retry_kwargs={"max_retries": None}).max_retries  # noqa: B018
 
 
@@ -246,10 +248,10 @@ def test_max_retries_agrees_with_max_attempts(configured: Celery) -> None:
         abstract = True
 
     assert configured.task(base=PatientOperation, name="test.patient", shared=False)(body).max_attempts == 11
-    with pytest.raises(SettingsError, match="max_retries=3 and max_attempts=3 of body"):
+    with pytest.raises(SettingsError, match="max_retries=3 and max_attempts=3 of test"):
         _ = make_task(configured, body, max_attempts=3, max_retries=3).name
     for endless in (None, -1, True):
-        with pytest.raises(SettingsError, match=f"max_retries of body: must be 0 or more, got {endless}"):
+        with pytest.raises(SettingsError, match=f"max_retries of test.*: must be 0 or more, got {endless}"):
             _ = make_task(configured, body, max_retries=endless).name
 
 

@@ -23,7 +23,7 @@ def app() -> Celery:
 
 
 def task(app: Celery, base: type[IdempotentTask] = IdempotentTask, **options: Any) -> Any:
-    @app.task(base=base, lazy=False, shared=False, **options)
+    @app.task(base=base, lazy=False, shared=False, **{"name": "shop.pay"} | options)
     def pay(payment_id: str) -> None: ...
 
     return pay
@@ -44,7 +44,21 @@ def task(app: Celery, base: type[IdempotentTask] = IdempotentTask, **options: An
 def test_a_misspelt_option_is_refused_with_the_one_that_was_meant(app: Celery, given: str, meant: str) -> None:
     with pytest.raises(SettingsError) as refused:
         task(app, IdempotentTask, **{given: None})
-    assert str(refused.value) == f"{given} of pay: no such option; did you mean {meant}?"
+    assert str(refused.value) == f"{given} of shop.pay: no such option; did you mean {meant}?"
+
+
+@pytest.mark.parametrize(("option", "value"), [("batch_commit", "each"), ("batch_wait", 0.2)])
+def test_an_option_of_batches_is_refused_where_there_is_none(app: Celery, option: str, value: Any) -> None:
+    with pytest.raises(SettingsError) as refused:
+        task(app, **{option: value})
+    assert str(refused.value) == f"{option} of shop.pay: does nothing without batch=, how many are claimed at once"
+
+
+def test_an_option_of_batches_waits_for_a_batch_that_is_set_elsewhere(app: Celery) -> None:
+    app.conf.task_annotations = {"shop.pay": {"batch": 20}, "*": {"batch_wait": 0.2}}
+    assert task(app, batch_commit="each").batch == 20
+    assert task(app, name="shop.refund", batch=1, batch_commit="each").batch == 1
+    assert task(app, name="shop.notify").batch_wait == 0.2
 
 
 @pytest.mark.parametrize(
@@ -75,12 +89,12 @@ def test_an_option_of_no_use_is_refused_with_its_task_and_what_is_needed(
 ) -> None:
     with pytest.raises(SettingsError) as refused:
         task(app, **{option: value})
-    assert str(refused.value) == f"{option} of pay: must be {needed}, got {value!r}"
+    assert str(refused.value) == f"{option} of shop.pay: must be {needed}, got {value!r}"
 
 
 def test_an_annotation_of_no_use_is_refused_like_an_option(app: Celery) -> None:
     app.conf.task_annotations = {"*": {"max_attempts": "3"}}
-    with pytest.raises(SettingsError, match="max_attempts of pay: must be a whole number from 1, got '3'"):
+    with pytest.raises(SettingsError, match=r"max_attempts of shop\.pay: must be a whole number from 1, got '3'"):
         task(app)
 
 
@@ -142,9 +156,9 @@ def test_two_functions_of_one_name_are_refused_at_the_start(app: Celery) -> None
 
 @pytest.mark.skipif(DUPLICATE is None, reason="Celery notices them since 5.7")
 def test_a_function_that_a_factory_makes_again_prevents_no_start(app: Celery) -> None:
-    task(app, name="shop.pay", key="{payment_id}")
+    task(app, key="{payment_id}")
     with pytest.warns(DUPLICATE):
-        task(app, name="shop.pay", key="{payment_id}")
+        task(app, key="{payment_id}")
     assert "shop.pay" not in refused(app)
     assert "task shop.pay: two functions have this name" in refused(app, Level.WARNING)
 
