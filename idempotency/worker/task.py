@@ -140,7 +140,8 @@ class IdempotentTask(ControlledTask[P, R_co]):
     def bind(cls, app: Celery) -> Celery:
         # not in Celery's hook `on_bound`: applications override that one without calling ours
         symbol_by_name(INSTALL)()
-        of_batches = [name for name in ("batch_commit", "batch_wait") if name in vars(cls)]
+        # Its own: of a class that was bound before, annotations would look the same.
+        of_batches = [] if cls.__bound__ else sorted(vars(cls).keys() & {"batch_commit", "batch_wait"})
         bound: Celery = super().bind(app)
         check_values(cls)  # from task_annotations
         check_batch(cls, of_batches)

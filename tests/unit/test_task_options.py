@@ -59,6 +59,7 @@ def test_an_option_of_batches_waits_for_a_batch_that_is_set_elsewhere(app: Celer
     assert task(app, batch_commit="each").batch == 20
     assert task(app, name="shop.refund", batch=1, batch_commit="each").batch == 1
     assert task(app, name="shop.notify").batch_wait == 0.2
+    app.finalize()  # which binds them once more
 
 
 @pytest.mark.parametrize(
