@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -203,7 +202,6 @@ def test_an_unusable_file_or_option_is_one_line_and_nothing_is_started(options: 
 
 @pytest.mark.long
 def test_an_interrupted_run_leaves_no_process_and_no_directory(tmp_path: Path) -> None:
-    started = time.time()
     environment = {"TMPDIR": str(tmp_path)}
     os_environ = os.environ | environment
     run = subprocess.Popen(
@@ -224,7 +222,6 @@ def test_an_interrupted_run_leaves_no_process_and_no_directory(tmp_path: Path) -
     _, errors = run.communicate(timeout=120)
 
     assert run.returncode == 130, errors
-    assert time.time() - started < 120
     assert list(tmp_path.iterdir()) == []
     assert [pid for pid in pids if _is_alive(pid)] == []
 
