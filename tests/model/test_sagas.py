@@ -134,7 +134,7 @@ def test_a_program_of_sagas_tells_when_its_safeguard_is_gone(machine: Sagas, nam
 
 @pytest.mark.long
 @pytest.mark.quick
-@pytest.mark.timeout(max(600, 2 * EXAMPLES))
+@pytest.mark.timeout(max(600, 10 * EXAMPLES))
 def test_what_is_stored_of_sagas_stays_what_the_state_machine_says(bank: Celery, engine: Engine) -> None:
     with engine.connect() as connection:
         run_state_machine_as_test(
