@@ -139,6 +139,20 @@ def test_a_replay_that_could_not_be_published_is_replayed(machine: Machine) -> N
     assert [letter.status for letter in machine.letters.values()] == ["replayed", "replayed"]
 
 
+def test_what_a_request_was_before_an_edit_is_forgotten_with_its_operation(machine: Machine) -> None:
+    """Its first message comes once more, after the purge and another request: it is of other arguments then, and people are told."""
+    run(
+        machine,
+        lambda: machine.give_up(ACME, 2, None, unknown=False),
+        lambda: machine.edit(0),
+        lambda: machine.replay(0, twice=False),
+        lambda: machine.live(ACME, [1], sent=True, purged=True),
+        lambda: machine.claim(ACME, 1, dies=False),
+        lambda: machine.give_up(ACME, 2, None, unknown=False),
+    )
+    assert [letter.reason for letter in machine.letters.values() if letter.status == "open"] == ["fingerprint_mismatch"]
+
+
 # ---------------------------------------------------------------- all the others
 
 

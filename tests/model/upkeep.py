@@ -156,6 +156,10 @@ class Upkeep(Relays):
             self.rows = {number: row for number, row in self.rows.items() if row.id != id}
             self.accepted = {each for each in self.accepted if each[0] != id}
             self.discarded = {each for each in self.discarded if each[0] != id}
+        known = {row.id for row in self.rows.values() if not row.settled}
+        known |= {letter.id for letter in self.letters.values() if letter.status == "open"}
+        known |= self.records.keys()
+        self.former = {(id, was): became for (id, was), became in self.former.items() if id in known}
 
     def _is_left_over(self, number: int, row: Row) -> bool:
         """Settled long ago, of what has ended or has no record, and without a dead letter that is open."""
