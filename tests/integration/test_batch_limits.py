@@ -31,6 +31,8 @@ from tests.support.processes import Processes, eventually
 from tests.support.tasks import make_task
 
 COUNTS = text("SELECT attempts FROM idempotency.records")
+# Seconds of a batch: a machine with other work needs some of them until the first body.
+LIMIT = 3.0
 
 __all__ = ["app"]
 
@@ -136,7 +138,7 @@ def test_a_limit_that_comes_while_claims_are_given_back_leaves_none_held(
 
     def body(self: IdempotentTask, account: str) -> None:
         put(self, account)
-        time.sleep(0.95)
+        time.sleep(0.95 * LIMIT)
 
     def interrupted(*given: Any) -> None:
         given_back.append(given[1].id.key)
@@ -150,7 +152,7 @@ def test_a_limit_that_comes_while_claims_are_given_back_leaves_none_held(
     task = each(bank, body, max_attempts=1)
     bank.finalize()
     bank.set_current()
-    traced = run_batch(lambda *call: trace_task_ret(*call, app=bank), task.name, many(bank, task, 6), 1.0)
+    traced = run_batch(lambda *call: trace_task_ret(*call, app=bank), task.name, many(bank, task, 6), LIMIT)
     assert [result is None for result in traced] == [False, *[True] * 5]
     assert given_back == ["e1", "e1", "e2", "e3", "e4", "e5"]
     assert states(engine) == {"e0": "completed", "e3": "started"} | dict.fromkeys(("e1", "e2", "e4", "e5"), "released")
@@ -164,7 +166,7 @@ def test_a_claim_whose_answer_was_lost_is_given_back_at_the_end_of_its_batch(
 
     def slow(*call: Any) -> Any:
         traced = trace_task_ret(*call, app=bank)
-        time.sleep(1.0)
+        time.sleep(LIMIT)
         return traced
 
     task = each(bank, put_one, max_attempts=1)
@@ -173,7 +175,7 @@ def test_a_claim_whose_answer_was_lost_is_given_back_at_the_end_of_its_batch(
     bank.set_current()
     with monkeypatch.context() as patch:
         lose_the_answer(patch)
-        assert [each is None for each in run_batch(slow, task.name, messages, 1.0)] == [False, True, True]
+        assert [each is None for each in run_batch(slow, task.name, messages, LIMIT)] == [False, True, True]
     assert states(engine) == {"e0": "completed", "e1": "released", "e2": "released"}
     run(bank, task, *messages[1:])
     assert states(engine) == dict.fromkeys(("e0", "e1", "e2"), "completed")
@@ -244,7 +246,7 @@ def test_a_body_that_handles_the_limit_of_a_batch_is_not_committed_with_it(
         put(self, account)
         if account == slow and entered.count(account) == 1:
             try:
-                time.sleep(0.5)
+                time.sleep(LIMIT)
                 raise SoftTimeLimitExceeded
             except SoftTimeLimitExceeded as error:
                 if ends == "raises":
@@ -254,7 +256,7 @@ def test_a_body_that_handles_the_limit_of_a_batch_is_not_committed_with_it(
     messages = many(bank, task)
     bank.finalize()
     bank.set_current()
-    assert run_batch(lambda *call: trace_task_ret(*call, app=bank), task.name, messages, 0.5) == [None] * 3
+    assert run_batch(lambda *call: trace_task_ret(*call, app=bank), task.name, messages, LIMIT) == [None] * 3
     assert entered == (["e0", "e1", "e2"] if last else ["e0"])
     assert (states(engine), accounts(engine)) == (dict.fromkeys(("e0", "e1", "e2"), "released"), {})
     for each_message in messages:
