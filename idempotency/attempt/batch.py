@@ -111,9 +111,8 @@ def run_together(
     answers = []
     for place, (token, delivery) in enumerate(zip(tokens, deliveries, strict=True)):
         answer = Answer(token, finished=done.get(place), completed=completed.get(delivery.id.key))
-        if (
-            answer.outcome is None
-        ):  # it runs alone, after those before it; if it does not, it is given back by its token
+        if answer.outcome is None:
+            # it runs alone, after those before it; if it does not, it is given back by its token
             claim = attempts[place].claim if place in attempts else None
             answer = Answer(token, holding=_held(runtime, claim), is_in_doubt=True)
         answers.append(answer)

@@ -107,7 +107,7 @@ class Sweep:
 
 
 def _nothing() -> None:
-    """Nobody is told."""
+    """Ignore progress: the default."""
 
 
 @dataclass(frozen=True, slots=True)
