@@ -12,6 +12,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 from typing import ClassVar
 
@@ -23,6 +24,8 @@ from services import process
 READY_SECONDS = 120.0
 # Below the range for outgoing connections, so that the kernel does not assign the port while a server is down.
 _PORTS = range(10_000, 32_000)
+# What this process chose last: of a cluster, all ports are chosen before the first server listens.
+_chosen: deque[int] = deque(maxlen=1000)
 # The file in a server's directory with its password and ports.
 SETTINGS = "settings.json"
 
@@ -204,8 +207,13 @@ def free_port() -> int:
 
 
 def _free_ports(count: int) -> list[int]:
-    drawn = (port for port in random.sample(_PORTS, len(_PORTS)) if _is_free(port))
-    return [next(drawn) for _ in range(count)]
+    candidates = random.SystemRandom().sample(_PORTS, len(_PORTS))
+    free = (port for port in candidates if port not in _chosen and _is_free(port))
+    chosen = list(islice(free, count))
+    if len(chosen) < count:
+        raise ServiceError(f"no port of loopback is free from {_PORTS.start} to {_PORTS.stop - 1}")
+    _chosen.extend(chosen)
+    return chosen
 
 
 def _is_free(port: int) -> bool:

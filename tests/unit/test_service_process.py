@@ -9,8 +9,9 @@ import sys
 from pathlib import Path
 
 import psutil
+import pytest
 
-from services import process
+from services import process, server
 from tests.support.processes import eventually
 
 # Its first thread ends, as it may ahead of the others when the process is killed; another goes on until its input ends.
@@ -45,3 +46,10 @@ def test_a_process_whose_first_thread_has_ended_before_the_others_runs(tmp_path:
             pass
         assert process.find(record) is None
         child.stdin.close()
+
+
+def test_a_port_is_not_chosen_again_before_its_server_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    port = server.free_port()
+    monkeypatch.setattr(server, "_PORTS", range(port, port + 1))
+    with pytest.raises(server.ServiceError, match=rf"no port of loopback is free from {port} to {port}"):
+        server.free_port()
