@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 
 from sqlalchemy import Connection
 
@@ -49,7 +49,7 @@ def check_partitions(connection: Connection, given: Settings) -> list[Finding]:
         findings.append(warning(SUBJECT, f"{len(found.all)}, more than {MANY}", advice))
     findings += _room(connection, len(found.all))
     findings += _over(found, given.retention_completed)
-    return findings or [ok(SUBJECT, f"{len(found.all)}, by {found.width}")]
+    return findings or [ok(SUBJECT, f"{len(found.all)}, by {found.width}, made until {_minute(found.last)}")]
 
 
 def _functions(connection: Connection) -> list[Finding]:
@@ -67,10 +67,13 @@ def _ahead(found: Partitions) -> list[Finding]:
         advice = "records go to the default one; a relay's purge makes them; is one running?"
         return [warning(SUBJECT, "none for the present", advice)]
     if found.last <= found.wanted - WIDTHS[found.width]:
-        return [
-            warning(SUBJECT, f"none after {found.last:%Y-%m-%d %H:%M}", "a relay's purge makes them; is one running?")
-        ]
+        advice = "a relay's purge makes them; is one running?"
+        return [warning(SUBJECT, f"none after {_minute(found.last)}", advice)]
     return []
+
+
+def _minute(moment: datetime | None) -> str:
+    return f"{moment.astimezone(UTC):%Y-%m-%d %H:%M} UTC" if moment else "now"
 
 
 def _room(connection: Connection, many: int) -> list[Finding]:

@@ -10,7 +10,7 @@ from typing import Any
 from sqlalchemy import Connection, Row
 
 from ..errors import MissingExtra, ResultUnreadable
-from ..wire import results
+from ..wire import references, results
 from ..wire.keys import OperationId
 from . import edits
 from .outbox import EXTERNAL
@@ -136,6 +136,9 @@ def operation(connection: Connection, id: OperationId, *, with_payload: bool = F
 
 def _visible(row: Row[Any], with_payload: bool) -> dict[str, Any]:
     fields = {name: value for name, value in row._asdict().items() if name not in _NEVER}
+    with suppress(ResultUnreadable):
+        if references.is_reference(fields.get("result") or ""):
+            fields["result_object"] = references.reference(fields["result"]).name
     if not with_payload:
         fields = {name: value for name, value in fields.items() if name not in PAYLOAD}
     for name in ("error", "first_error", "last_error"):

@@ -143,7 +143,10 @@ def _of_ends(found: Snapshot, settings: Settings) -> Iterator[Alarm]:
         operations = number_of(found.unknown_effects, "operation")
         look = "dead-letters list --error effect_unknown"
         waiting = f"{operations} ended as effect_unknown: {command} {look}"
-        yield Alarm(UNKNOWN_EFFECTS, "effects", waiting, f"{command} effects resolve, then replay", look=look)
+        advice = (
+            f"{command} effects resolve, then replay; an effect with a `reconcile` is replayed first, and looks itself"
+        )
+        yield Alarm(UNKNOWN_EFFECTS, "effects", waiting, advice, look=look)
     if found.not_kept:
         operations = number_of(found.not_kept, "operation waits", "operations wait")
         waiting = f"{operations} for their place, which does not take a result"

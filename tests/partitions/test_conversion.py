@@ -25,10 +25,11 @@ from idempotency.store.migrations.indexes import create_index
 from idempotency.store.migrations.partitioning import PARTITIONS
 from idempotency.store.record import COLUMNS
 from idempotency.store.rights import APPLICATION, OPERATOR, RELAY
+from tests.partitions.test_claims import found
 from tests.support import operations as op
 from tests.support.commands import runner
 from tests.support.operations import completed, failed, new_id, record, started, status
-from tests.support.partitions import into_the_past, put_into_partitions
+from tests.support.partitions import fine, into_the_past, put_into_partitions
 from tests.support.purging import deliver_again
 from tests.support.roles import PASSWORDS, url_of
 
@@ -74,10 +75,9 @@ def test_it_may_be_done_again_with_another_width_and_migrating_leaves_it(plain: 
     put_into_partitions(plain, "day")
     put_into_partitions(plain, "hour")
     schema.migrate(create_engine(plain, poolclass=NullPool))
-    found = periods.found(connection)
-    assert found is not None
-    assert found.width == "hour"
-    assert periods.missing(found) == []
+    made = found(connection)
+    assert made.width == "hour"
+    assert periods.missing(made) == []
 
 
 def test_what_was_interrupted_is_done_again(
@@ -233,9 +233,10 @@ def test_the_doctor_says_what_upkeep_has_not_done(bank: Celery, engine: Engine) 
             if each.subject == "database partitions"
         ]
 
-    assert said() == ["ok 6, by day"]
     with engine.connect() as connection:
-        for each in periods.found(connection).all:  # type: ignore[union-attr]
+        made = found(connection)
+        assert said() == [fine(6, made)]
+        for each in made.all:
             if not each.is_default:
                 connection.exec_driver_sql(f"DROP TABLE {PARTITIONS}.{each.name}")
         completed(connection)

@@ -24,7 +24,7 @@ from idempotency.upkeep import maintenance
 from tests.partitions.test_claims import found, partition_of
 from tests.support import operations as op
 from tests.support.operations import completed, new_id, record
-from tests.support.partitions import into_the_past, put_into_partitions
+from tests.support.partitions import fine, into_the_past, put_into_partitions
 from tests.support.processes import eventually
 from tests.support.purging import PUBLISHED, deliver_again, past_its_time
 
@@ -263,7 +263,7 @@ def test_after_a_server_whose_clock_was_ahead_what_lies_between_is_made(bank: Ce
     for begins, ends in periods.missing(ahead):  # what a relay's `make_ahead` does there
         fields = {"name": periods.name_of(begins), "begins": begins, "ends": ends}
         assert connection.exec_driver_sql(partitions._MAKE, fields).scalar_one()
-    assert said(bank) == ["ok 10, by day"]
+    assert said(bank) == [fine(10, found(connection))]
     between = drop_newest(connection, before=ahead.now - timedelta(days=1))
     assert [each.startswith("warning none after ") for each in said(bank)] == [True]  # a gap, whatever comes behind it
     partitions.make_ahead(connection)
@@ -346,7 +346,7 @@ def test_without_its_comment_upkeep_goes_on_as_before_and_the_doctor_says_so(
     bank: Celery, connection: Connection, comment: str
 ) -> None:
     """`pg_dump --no-comments` leaves it out."""
-    assert said(bank) == ["ok 6, by day"]
+    assert said(bank) == [fine(6, found(connection))]
     gone = completed(connection).id
     op.age(connection, gone, expires_at=-86400 * 30)
     connection.exec_driver_sql(f"COMMENT ON SCHEMA {PARTITIONS} IS {comment}")
@@ -354,7 +354,7 @@ def test_without_its_comment_upkeep_goes_on_as_before_and_the_doctor_says_so(
     assert record(connection, gone) is None
     assert said(bank) == ["warning nothing says how long they are; made by day, as before"]
     put_into_partitions(bank.conf.idempotency_database_url)
-    assert said(bank) == ["ok 5, by day"]  # that of before is gone
+    assert said(bank) == [fine(5, found(connection))]  # that of before is gone
 
 
 @pytest.mark.parametrize("width", ["hour", "week"])

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from datetime import UTC
 from typing import Any, TypeVar
 
 from sqlalchemy import Connection, Engine, create_engine
 from sqlalchemy.pool import NullPool
 
 from idempotency.store import left_alone, partitioning, partitions
+from idempotency.store.periods import Partitions
 from idempotency.wire.keys import OperationId
 from tests.support.operations import wait_for_a_lock
 
@@ -28,6 +30,12 @@ UPDATE idempotency.records SET placed_at = '2000-01-01 00:00+00'
 def put_into_partitions(database_url: str, width: str = "day") -> None:
     """Partition the records of a migrated database."""
     partitioning.partition(create_engine(database_url, poolclass=NullPool), width)
+
+
+def fine(many: int, made: Partitions) -> str:
+    """What the doctor says of so many where nothing is left to do."""
+    assert made.last is not None
+    return f"ok {many}, by {made.width}, made until {made.last.astimezone(UTC):%Y-%m-%d %H:%M} UTC"
 
 
 def into_the_past(connection: Connection) -> None:

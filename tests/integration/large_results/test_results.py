@@ -27,6 +27,7 @@ from idempotency.operate.change import Change
 from idempotency.operate.erase import erase
 from idempotency.settings import Settings
 from idempotency.store.answers import Completed
+from idempotency.store.operations import operation
 from idempotency.upkeep import alarms, overview
 from idempotency.wire.delivery import Delivery
 from idempotency.wire.keys import fingerprint
@@ -53,6 +54,10 @@ def test_a_large_result_is_kept_there_and_read_by_every_duplicate(
     assert len(found["e0"]) < 200
     assert found["f1"] == '{"short": "f1"}'
     assert len(kept.names) == 1
+    with engine.connect() as connection:  # as `show` prints it
+        records = [operation(connection, op.operation(task, each))["record"] for each in ("e0", "f1")]
+    assert [each.get("result_object") for each in records] == [*kept.names, None]
+    assert not any("result" in each for each in records)
     assert task.apply(("e0",)).get() == large()
     assert lookup(bank, task.name, "e0").result == large()
     if options:  # and a duplicate in a batch
