@@ -15,10 +15,10 @@ from sqlalchemy.exc import ProgrammingError, SQLAlchemyError
 from idempotency.application import runtime_of
 from idempotency.errors import IdempotencyError
 from idempotency.observe import metrics
+from idempotency.sentinel import client_of
 from idempotency.store import schema
 from idempotency.store.overview import Snapshot, monitoring_connection, take_snapshot
 from idempotency.store.statements import describe
-from idempotency.tls import redis_options
 from idempotency.upkeep import overview
 from tasks import app as celery
 from tasks.models import Base
@@ -118,15 +118,8 @@ def _redis() -> str:
     url = runtime_of(celery).settings.redis_url
     if url is None:
         return "not used"
-    address = url.get_secret_value()
-    client = redis.Redis.from_url(
-        address,
-        **redis_options(address),
-        socket_timeout=1.0,
-        socket_connect_timeout=1.0,
-        retry=Retry(NoBackoff(), 0),
-    )
-    with client:
+    options = {"socket_timeout": 1.0, "socket_connect_timeout": 1.0, "retry": Retry(NoBackoff(), 0)}
+    with client_of(url.get_secret_value(), **options) as client:
         client.ping()
     return "answers"
 

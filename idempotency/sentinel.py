@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import unquote
 
 from .setting_values import sentinels
-from .tls import sentinel_options
+from .tls import redis_options, sentinel_options
 
 if TYPE_CHECKING:
     from redis import Redis
@@ -30,6 +30,15 @@ class Watch(NamedTuple):
 def is_sentinel(address: str) -> bool:
     """Whether an address is that of Sentinels."""
     return address.partition("://")[0] in SCHEMES
+
+
+def client_of(address: str, **options: Any) -> Redis:
+    """redis-py's client for an address: of one server, or of the primary that Sentinels name. Connects when it is used."""
+    from redis import Redis
+
+    if is_sentinel(address):
+        return client_of_primary(address, **options)
+    return Redis.from_url(address, **options | redis_options(address))
 
 
 def client_of_primary(address: str, **options: Any) -> Redis:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+import random
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -27,6 +28,8 @@ from ..store import connections
 from ..store.answers import Claimed, Renewal
 from ..store.claims import renew
 from ..store.home import IDENTITY, Home
+from ..store.statements import TIMED_OUT, sqlstate
+from ..store.sweeps import is_row_error
 from ..wire import results
 from .heartbeat import Heartbeat
 from .hints import Hints
@@ -38,7 +41,8 @@ from .threads import DaemonThreads
 READERS = 4
 # Threads that fetch large results for an event loop.
 FETCHERS = 8
-# Seconds until a large result is tried again whose place has not taken it.
+# Seconds until a large result is tried again whose place has not taken it, on average: one that is refused for good must not come
+# just ahead of the same others each time.
 OBJECTS_PAUSE = 30.0
 # Seconds for which it is left alone by this process.
 OBJECTS_REST = 5.0
@@ -190,7 +194,7 @@ class Runtime:
             return text
         if (left := self._objects_away_until - time.monotonic()) > 0:
             raise objects.ResultNotKept(
-                OBJECTS_PAUSE, f"the place of large results has failed, and is left alone for {left:.0f} s"
+                _objects_pause(), f"the place of large results has failed, and is left alone for {left:.0f} s"
             )
         try:
             kept = objects.keep(store, text)
@@ -199,7 +203,7 @@ class Runtime:
         except Exception as error:
             self._objects_away_until = time.monotonic() + OBJECTS_REST
             raise objects.ResultNotKept(
-                OBJECTS_PAUSE, f"the place of large results does not take one: {type(error).__name__}"
+                _objects_pause(), f"the place of large results does not take one: {type(error).__name__}"
             ) from error
         crash_point("result.put")
         return kept
@@ -232,6 +236,23 @@ class Runtime:
             return identity
 
     def _renew(self, claims: Sequence[Claimed]) -> dict[str, Renewal]:
-        with self._heartbeat_engine.connect() as connection:
-            connections.act_for(connection, [claim.id.tenant for claim in claims])
-            return renew(connection, claims, self.settings.lease)
+        try:
+            with self._heartbeat_engine.connect() as connection:
+                connections.act_for(connection, [claim.id.tenant for claim in claims])
+                return renew(connection, claims, self.settings.lease)
+        except DBAPIError as error:
+            # One record that Postgres refuses to change must not cost all others their leases: halves find it.
+            if len(claims) == 1 or not is_row_error(error) or sqlstate(error) == TIMED_OUT:
+                raise
+        half = len(claims) // 2
+        return self._renewed(claims[:half]) | self._renewed(claims[half:])
+
+    def _renewed(self, claims: Sequence[Claimed]) -> dict[str, Renewal]:
+        try:
+            return self._renew(claims)
+        except DBAPIError:
+            return {}  # not known
+
+
+def _objects_pause() -> float:
+    return OBJECTS_PAUSE * random.uniform(0.5, 1.5)

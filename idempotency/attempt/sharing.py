@@ -93,8 +93,8 @@ def run_within(
             if session.tells_of_commit:
                 attempt.leave()
             result = body(attempt)
+            session.flush()  # what that raises leaves no large result where they are kept
             stored = runtime.stored_result(result)
-            session.flush()
         finally:
             note_spoilt()
         if (

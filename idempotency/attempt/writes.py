@@ -120,12 +120,16 @@ class FencedWrites:
         if self._session is not None:
             framework().after_commit(self._session)
 
+    def flush(self) -> None:
+        if self._session is not None:
+            self._session.flush()
+
     def finish(self, write: Callable[[Connection], None]) -> None:
         """Write the operation's end and commit it, together with the session's work if there is a session."""
         if self._session is None:
             self._finish_without_session(write)
         else:
-            self._session.flush()
+            self.flush()
             self.in_session(write)
             crash_point("finish.written")
             self.commit()

@@ -6,10 +6,8 @@ import time
 from typing import Any
 
 from pydantic import SecretStr
-from redis import Redis
 
-from ..sentinel import Watch, client_of_primary, is_sentinel, watch
-from ..tls import redis_options
+from ..sentinel import Watch, client_of, is_sentinel, watch
 from .clock import check_clock
 from .findings import Finding, ok, warning
 from .unreachable import TIMEOUT
@@ -21,8 +19,10 @@ SENTINELS = 3
 
 
 def check_redis(url: SecretStr) -> list[Finding]:
-    with _client(url.get_secret_value()) as client:
-        watched = watch(client) if is_sentinel(url.get_secret_value()) else None
+    address = url.get_secret_value()
+    options: dict[str, Any] = {"socket_timeout": TIMEOUT, "socket_connect_timeout": TIMEOUT, "decode_responses": True}
+    with client_of(address, **options) as client:
+        watched = watch(client) if is_sentinel(address) else None
         info = client.info()
         asked = time.time()
         seconds, microseconds = client.time()
@@ -42,17 +42,6 @@ def check_redis(url: SecretStr) -> list[Finding]:
     if watched is not None:
         findings += _sentinels(watched)
     return [*findings, check_clock("redis clock", seconds + microseconds / 1e6 - now)]
-
-
-def _client(address: str) -> Redis:
-    options: dict[str, Any] = {
-        "socket_timeout": TIMEOUT,
-        "socket_connect_timeout": TIMEOUT,
-        "decode_responses": True,
-    }
-    if is_sentinel(address):
-        return client_of_primary(address, **options)
-    return Redis.from_url(address, **redis_options(address), **options)
 
 
 def _sentinels(watched: Watch) -> list[Finding]:

@@ -148,16 +148,6 @@ WHERE message_id = %(message_id)s AND {ROW} AND fingerprint = ANY(%(fingerprints
 _ERASE = f"""
 UPDATE idempotency.letter_edits SET before = '', after = '' WHERE {ROW}
 """
-_FORGET = """
-DELETE FROM idempotency.former_fingerprints f WHERE (tenant, task, key, fingerprint) IN (
-    SELECT tenant, task, key, fingerprint FROM idempotency.former_fingerprints c
-    WHERE NOT EXISTS (SELECT FROM idempotency.records r WHERE (r.tenant, r.task, r.key) = (c.tenant, c.task, c.key))
-      AND NOT EXISTS (SELECT FROM idempotency.outbox o WHERE (o.tenant, o.task, o.key) = (c.tenant, c.task, c.key)
-                      AND o.settled_at IS NULL)
-      AND NOT EXISTS (SELECT FROM idempotency.dead_letters d WHERE (d.tenant, d.task, d.key) = (c.tenant, c.task, c.key)
-                      AND d.status = 'open')
-    LIMIT %(limit)s)
-"""
 
 
 def is_there(connection: Connection, table: str = "letter_edits") -> bool:
@@ -289,9 +279,3 @@ def erase(connection: Connection, id: OperationId) -> None:
     """Erase the messages in the history of an operation's letters."""
     if is_there(connection):
         connection.exec_driver_sql(_ERASE, named(id))
-
-
-def forget(connection: Connection, *, limit: int) -> None:
-    """Delete former fingerprints of operations that are purged."""
-    if is_there(connection, "former_fingerprints"):
-        connection.exec_driver_sql(_FORGET, {"limit": limit})

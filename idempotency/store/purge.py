@@ -29,10 +29,6 @@ RESTING = Pace(REST)
 Done = tuple[int, bool]
 # What ends an operation of these names; returns how many it has ended.
 End = Callable[[Mapping[str, Any]], int]
-# Events, or rows of sagas, that one statement deletes.
-FORGOTTEN = 10_000
-# How long a row that was set aside and is no longer due is kept for people to see, in seconds.
-REMEMBER = 86400.0
 
 _OWN = "r.service = %(service)s"
 
@@ -188,38 +184,6 @@ LETTERS = Sweep(
 SELECT (SELECT count(*) FROM purged)""",
 )
 
-# The time of the last alert matters only for its interval; that of the report, for a week.
-_FORGET_ALERTS = (
-    "DELETE FROM idempotency.alerts WHERE sent_at < (SELECT clock_timestamp() - make_interval(secs => %(retention)s))"
-)
-_FORGET_SET_ASIDE = (
-    "DELETE FROM idempotency.set_aside WHERE until < (SELECT clock_timestamp() - make_interval(secs => %(remember)s))"
-)
-# A saga keeps those that it has used in its own rows. It may come to wait for any that is younger than itself, so the
-# oldest one that runs bounds what is deleted; one bound for all, so that no pass reads what has to stay.
-_FORGET_EVENTS = """
-DELETE FROM idempotency.saga_events WHERE id IN (
-    SELECT e.id FROM idempotency.saga_events e
-    WHERE e.service = %(service)s
-      AND e.received_at < (SELECT least(clock_timestamp() - make_interval(secs => %(retention)s), min(g.accepted_at))
-                           FROM idempotency.sagas g WHERE g.status = 'RUNNING' AND g.service = %(service)s)
-    ORDER BY e.received_at LIMIT %(limit)s)
-"""
-
-# What an observer has noted, also of a process whose end it never saw; and sagas that were cancelled before they were enqueued.
-_FORGET_OBSERVED = """
-DELETE FROM idempotency.sagas WHERE id IN (
-    SELECT g.id FROM idempotency.sagas g
-    WHERE (g.observed OR g.status = 'COMPENSATING') AND g.service = %(service)s
-      AND g.updated_at < (SELECT clock_timestamp() - make_interval(secs => %(retention)s))
-      AND (SELECT true FROM idempotency.records r
-           WHERE r.tenant = g.tenant AND r.task = g.task AND r.key = g.key LIMIT 1) IS NULL
-      AND (SELECT true FROM idempotency.outbox o
-           WHERE o.tenant = g.tenant AND o.task = g.task AND o.key = g.key LIMIT 1) IS NULL
-    ORDER BY g.updated_at LIMIT %(limit)s)
-"""
-
-
 # In partitions: what its partition has not taken away by then.
 _LATE_OPERATIONS = replace(
     OPERATIONS,
@@ -310,39 +274,3 @@ def _both(connection: Connection, sweep: Sweep, bounds: Mapping[str, Any], limit
         sweeps.run(connection, each, bounds, limit=limit, batch=BATCH, pace=pace) for each in (sweep, unnamed)
     )
     return of_own[0] + of_unnamed[0], of_own[1] or of_unnamed[1]
-
-
-def forget_alerts(connection: Connection, *, retention: float) -> None:
-    """Delete the times of alerts sent more than `retention` seconds ago."""
-    connection.exec_driver_sql(_FORGET_ALERTS, {"retention": retention})
-
-
-def forget_set_aside(connection: Connection) -> None:
-    """Delete the notes on rows that were set aside until more than a day ago."""
-    connection.exec_driver_sql(_FORGET_SET_ASIDE, {"remember": REMEMBER})
-
-
-def forget_events(connection: Connection, service: str, *, retention: float, limit: int) -> bool:
-    """Delete events that were kept for sagas of `service` for more than `retention` seconds, and are older than all that run.
-
-    Returns whether more may be due.
-    """
-    return _forget(connection, _FORGET_EVENTS, service, retention, limit)
-
-
-def forget_observed(connection: Connection, service: str, *, retention: float, limit: int) -> bool:
-    """Delete rows of sagas of `service` without an operation that have not changed for `retention` seconds.
-
-    Returns whether more may be due.
-    """
-    return _forget(connection, _FORGET_OBSERVED, service, retention, limit)
-
-
-def _forget(connection: Connection, statement: str, service: str, retention: float, limit: int) -> bool:
-    fields, left = {"service": service, "retention": retention}, limit
-    while left > 0:
-        most = min(left, FORGOTTEN)
-        if (deleted := connection.exec_driver_sql(statement, fields | {"limit": most}).rowcount) < most:
-            return False
-        left -= deleted
-    return True

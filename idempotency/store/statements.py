@@ -34,6 +34,8 @@ READ_ONLY = "25006"
 MOVED, TRIES = "40001", 3
 # deadlock_detected: two transactions that wait for each other, of which Postgres has ended this one.
 DEADLOCK = "40P01"
+# query_canceled, by statement_timeout.
+TIMED_OUT = "57014"
 # insufficient_privilege, and what `idempotency.tenants()` says where no tenant is set.
 NO_RIGHT = "42501"
 NO_TENANT = "idempotency.tenant is not set"

@@ -21,7 +21,7 @@ from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from ..observe import metrics
 from ..observe.logs import log
-from .statements import READ_ONLY, describe, repeatable, sqlstate
+from .statements import READ_ONLY, TIMED_OUT, describe, repeatable, sqlstate
 
 # Rows per statement. Short transactions keep others from waiting.
 BATCH = 500
@@ -71,6 +71,8 @@ class Sweep:
     # The condition for one row, by index, and the id under which it is set aside.
     one: str
     id: str
+    # What people are told of a row that was set aside, where it is not an operation's.
+    names: str = "r.tenant, r.task, r.key"
 
     @property
     def unlocked(self) -> str:
@@ -101,7 +103,7 @@ class Sweep:
     def _select(self) -> str:
         aside = NOT_ASIDE.format(name=self.name, id=self.id)
         return (
-            f"SELECT r.tenant, r.task, r.key, {self.id} AS row_id, {self.columns} FROM idempotency.{self.table} r "
+            f"SELECT {self.names}, {self.id} AS row_id, {self.columns} FROM idempotency.{self.table} r "
             f"WHERE {self.due} AND {aside}"
         )
 
@@ -205,7 +207,7 @@ def is_row_error(error: DBAPIError) -> bool:
     state = sqlstate(error)
     if state is None or error.connection_invalidated or state == READ_ONLY:
         return False
-    if state == "57014":  # query_canceled by statement_timeout: fewer rows may be fast enough
+    if state == TIMED_OUT:  # fewer rows may be fast enough
         return True
     # a missing table or right affects all rows, unless the error comes from a trigger function
     if state.startswith("42"):

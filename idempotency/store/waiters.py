@@ -33,7 +33,10 @@ WHERE EXISTS (SELECT FROM idempotency.records r
                 AND r.status IN ('completed', 'failed'))
 """
 
-_FORGET = "DELETE FROM idempotency.waiters WHERE until < clock_timestamp()"
+_FORGET = """
+DELETE FROM idempotency.waiters WHERE (tenant, task, key) IN (
+    SELECT tenant, task, key FROM idempotency.waiters WHERE until < clock_timestamp() FOR UPDATE SKIP LOCKED)
+"""
 
 
 def add(connection: Connection, id: OperationId, seconds: float) -> None:

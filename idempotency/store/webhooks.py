@@ -148,15 +148,6 @@ _DISABLED_BY_ITSELF = f"""
 SELECT id, tenant, disabled_because FROM idempotency.webhook_endpoints
 WHERE service = %(service)s AND status = '{DISABLED}' AND disabled_because IN ('{GONE}', '{FAILING}') ORDER BY id LIMIT 100
 """
-# With their attempts. One that waits stays, however old, and so does one that a person may replay.
-_FORGET = f"""
-DELETE FROM idempotency.webhook_deliveries WHERE id IN (
-    SELECT id FROM idempotency.webhook_deliveries w
-    WHERE service = %(service)s AND ended_at < (SELECT clock_timestamp() - make_interval(secs => %(retention)s))
-      AND NOT EXISTS (SELECT FROM idempotency.dead_letters WHERE {OF_DELIVERY} AND status = 'open')
-    ORDER BY ended_at LIMIT %(limit)s
-    FOR UPDATE SKIP LOCKED)  -- one that is just being redelivered has not ended any more
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,9 +305,3 @@ def attempts(
     """The newest attempts of an endpoint or a delivery."""
     fields = {"endpoint": endpoint, "delivery": delivery, "limit": limit}
     return connection.exec_driver_sql(_ATTEMPTS, fields).all()
-
-
-def forget(connection: Connection, service: str, *, retention: float, limit: int) -> bool:
-    """Delete deliveries that ended more than `retention` seconds ago. Returns whether more may be due."""
-    fields = {"service": service, "retention": retention, "limit": limit}
-    return connection.exec_driver_sql(_FORGET, fields).rowcount >= limit

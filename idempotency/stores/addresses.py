@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from ..sentinel import client_of_primary, is_sentinel
+from ..sentinel import client_of
 from ..tls import redis_options
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ def open_store(address: str, *, service: str, timeout: float) -> Store:
 
 def redis_client(address: str, timeout: float) -> Any:
     """redis-py's client for an address. One of a cluster connects here."""
-    from redis import Redis, RedisCluster
+    from redis import RedisCluster
     from redis.backoff import NoBackoff
     from redis.retry import Retry
 
@@ -42,6 +42,4 @@ def redis_client(address: str, timeout: float) -> Any:
         plain = f"{scheme.removesuffix('+cluster')}://{rest}"
         # its own retries follow slots that have moved
         return RedisCluster.from_url(plain, **options | redis_options(plain) | {"retry": Retry(NoBackoff(), 3)})
-    if is_sentinel(address):
-        return client_of_primary(address, **options)
-    return Redis.from_url(address, **options | redis_options(address))
+    return client_of(address, **options)

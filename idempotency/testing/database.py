@@ -13,9 +13,9 @@ from sqlalchemy.pool import NullPool
 
 from ..application import settings_of
 from ..attempt.hints import hint_name
+from ..sentinel import client_of
 from ..settings import Settings
 from ..store.connections import make_engine
-from ..tls import redis_options
 from ..wire.keys import OperationId
 
 # The word in the name of a database for tests: test_shop, shop_test, shop_tests_1. Not latest, nor contest.
@@ -51,8 +51,5 @@ def forget_hints(settings: Settings, ids: Collection[OperationId]) -> None:
     if settings.redis_url is None or not ids:
         return
     url = settings.redis_url.get_secret_value()
-    with (
-        suppress(redis.RedisError),
-        redis.Redis.from_url(url, **redis_options(url), socket_timeout=5) as client,
-    ):
+    with suppress(redis.RedisError), client_of(url, socket_timeout=5, socket_connect_timeout=5) as client:
         client.delete(*(hint_name(id, settings.owner) for id in ids))

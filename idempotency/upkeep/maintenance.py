@@ -24,7 +24,7 @@ from ..observe import metrics
 from ..observe.logs import log
 from ..reasons import ABANDONED, COMPENSATION_FAILED, SAGA_MISMATCH
 from ..settings import Settings
-from ..store import asleep, edits, ends, letters, partitions, sagas, waiters, webhooks
+from ..store import asleep, ends, forgetting, letters, partitions, sagas, waiters
 from ..store import purge as past
 from ..store import recover as recovery
 from ..store.answers import Claimed, claim_of, error_text
@@ -244,16 +244,16 @@ def purge_once(app: Celery, *, limit: int, pace: Pace = past.RESTING) -> Purged:
             )
             more, rows = more or more_rows, rows + deleted
         alerts_kept = max(letters_kept, settings.alert_interval * alerts.ALARM_INTERVALS)
-        past.forget_alerts(connection, retention=alerts_kept)
-        past.forget_set_aside(connection)
-        edits.forget(connection, limit=limit)
-        events_kept, observed_kept = settings.retention_events, settings.retention_failed
-        more_events = past.forget_events(connection, service, retention=events_kept, limit=limit)
-        more_observed = past.forget_observed(connection, service, retention=observed_kept, limit=limit)
-        kept = settings.retention_webhooks
-        more_webhooks = webhooks.forget(connection, service, retention=kept, limit=limit)
-        more = more or more_events or more_observed or more_webhooks
+        forgetting.alerts(connection, retention=alerts_kept)
+        forgetting.set_aside(connection)
         waiters.forget(connection)
+        for forget, kept in (
+            (forgetting.events, settings.retention_events),
+            (forgetting.observed, settings.retention_failed),
+            (forgetting.deliveries, settings.retention_webhooks),
+        ):
+            more |= forget(connection, service, retention=kept, limit=limit, pace=pace)
+        more |= forgetting.former_requests(connection, limit=limit, pace=pace)
     if abandoned:
         log.warning("requests_abandoned", operations=abandoned)
     if passed:

@@ -231,3 +231,30 @@ def test_those_after_an_exit_come_again_and_are_not_counted(bank: Celery, engine
         counted = connection.execute(text("SELECT attempts FROM idempotency.records ORDER BY key")).scalars().all()
     assert counted == [1, 0, 0, 0]
     assert not runtime_of(bank).heartbeat._holdings
+
+
+# As a trigger of the application's own may.
+NOT_RENEWED = """
+CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS $$
+    BEGIN IF NEW.key = 'e2' AND NEW.locked_until > OLD.locked_until THEN RAISE EXCEPTION 'not this one'; END IF;
+    RETURN NEW; END $$;
+CREATE TRIGGER refuse BEFORE UPDATE ON idempotency.records FOR EACH ROW EXECUTE FUNCTION refuse()
+"""
+
+
+def test_a_record_that_cannot_be_renewed_costs_no_other_its_lease(bank: Celery, engine: Engine) -> None:
+    until, seen = text("SELECT key, locked_until FROM idempotency.records"), list[dict[str, Any]]()
+
+    def body(self: IdempotentTask, account: str) -> None:
+        if account == "e0":
+            with engine.connect() as connection:
+                seen.append(dict(list(connection.execute(until))))
+                runtime_of(bank).heartbeat.run_once()
+                seen.append(dict(list(connection.execute(until))))
+        put(self, account)
+
+    with engine.connect() as connection:
+        connection.exec_driver_sql(NOT_RENEWED)
+    run(bank, each(bank, body), *many(bank, each(bank, body), 4))
+    before, after = seen
+    assert {key for key in after if after[key] > before[key]} == {"e0", "e1", "e3"}

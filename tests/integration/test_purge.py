@@ -11,8 +11,8 @@ from sqlalchemy import Connection, Engine, text
 
 from idempotency import IdempotentTask, events
 from idempotency.application import runtime_of
+from idempotency.store import forgetting, sweeps
 from idempotency.store import purge as past
-from idempotency.store import sweeps
 from idempotency.store.purge import BATCH
 from idempotency.upkeep.maintenance import Purged, purge, purge_once
 from idempotency.wire.keys import OperationId
@@ -418,6 +418,10 @@ SWEEPS: dict[str, tuple[sweeps.Sweep, dict[str, Any], str]] = {
         "outbox_settled",
     ),
     "failed rows": (past.ROWS, {"status": "failed", "retention": 30 * DAY, "horizon": DAY}, "outbox_settled"),
+    "events": (forgetting.EVENTS, {"retention": 30 * DAY}, "saga_events_received"),
+    "observed": (forgetting.OBSERVED, {"retention": 30 * DAY}, "sagas_"),
+    "deliveries": (forgetting.DELIVERIES, {"retention": 30 * DAY}, "webhook_deliveries_ended"),
+    "former requests": (forgetting.FORMER, {}, "former_fingerprints_pkey"),
 }
 
 
@@ -456,7 +460,7 @@ def test_a_purge_finds_its_rows_by_index_in_order(
 
 @pytest.mark.parametrize(
     ("statement", "index"),
-    [(past._FORGET_ALERTS, "alerts_sent"), (past._FORGET_SET_ASIDE, "set_aside_until")],
+    [(forgetting._ALERTS, "alerts_sent"), (forgetting._SET_ASIDE, "set_aside_until")],
 )
 def test_what_is_forgotten_is_found_by_index(bank: Celery, statement: str, index: str) -> None:
     with runtime_of(bank).autocommit() as planning:

@@ -16,7 +16,7 @@ from idempotency.operate.cancel import cancel
 from idempotency.operate.replay import replay
 from idempotency.operate.resolve import resolve_effect
 from idempotency.sagas import call, observe, saga
-from idempotency.store import outbox, purge
+from idempotency.store import forgetting, outbox
 from idempotency.store.answers import error_text
 from idempotency.upkeep import maintenance
 from tests.sagas.application import enter, entering
@@ -242,7 +242,7 @@ def test_an_event_is_kept_as_long_as_its_own_application_says(stage: Stage) -> N
         ):
             connection.execute(text(statement))
         # what the other application's relay does
-        purge.forget_events(connection, "other", retention=86400.0, limit=1000)
+        forgetting.events(connection, "other", retention=86400.0, limit=1000)
     stage.run()
     assert handle.status() == "completed"
 

@@ -13,7 +13,7 @@ from idempotency.application import runtime_of
 from idempotency.errors import ChangeRefused
 from idempotency.operate import saga as operate
 from idempotency.sagas import observe, saga
-from idempotency.store import purge
+from idempotency.store import forgetting
 from tests.sagas.application import enter, entering
 from tests.sagas.conftest import Stage
 from tests.sagas.test_people import id_of
@@ -101,7 +101,7 @@ def test_the_purge_of_what_was_observed_reads_no_ended_saga(stage: Stage) -> Non
             FROM generate_series(1, 5000) n""")
         )
         connection.execute(text("ANALYZE idempotency.sagas"))
-    statement = purge._FORGET_OBSERVED.replace("%(retention)s", "2592000").replace("%(limit)s", "1000")
+    statement = forgetting.OBSERVED.batch.replace("%(retention)s", "2592000").replace("%(batch)s", "1000")
     statement = statement.replace("%(service)s", "'bank'")
     with stage.engine.connect() as connection:
         explained = connection.exec_driver_sql(f"EXPLAIN (ANALYZE, BUFFERS, FORMAT JSON) {statement}").scalar_one()

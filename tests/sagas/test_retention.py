@@ -9,7 +9,7 @@ from sqlalchemy import text
 
 from idempotency.application import runtime_of
 from idempotency.sagas import observe, saga
-from idempotency.store import purge, saga_steps
+from idempotency.store import forgetting, saga_steps
 from tests.sagas.conftest import Stage
 
 DAY = 86400.0
@@ -55,7 +55,7 @@ def age(stage: Stage, days: float) -> None:
 def kept(stage: Stage) -> list[str]:
     """The events that are left after a purge."""
     with runtime_of(stage.app).autocommit() as connection:
-        purge.forget_events(connection, "bank", retention=30 * DAY, limit=1000)
+        forgetting.events(connection, "bank", retention=30 * DAY, limit=1000)
         return list(connection.execute(text("SELECT match FROM idempotency.saga_events ORDER BY id")).scalars())
 
 
@@ -102,13 +102,13 @@ def test_a_saga_of_another_application_keeps_no_events(stage: Stage, late: Any) 
     assert kept(stage) == []
 
 
-FIELDS = {"service": "bank", "retention": DAY, "limit": 1000}
+FIELDS = {"service": "bank", "retention": DAY, "batch": 1000}
 
 
 def test_the_bound_is_read_from_an_index(stage: Stage) -> None:
     with stage.engine.connect() as connection:
         connection.execute(text("SET enable_seqscan = off"))
-        plan = connection.exec_driver_sql("EXPLAIN " + purge._FORGET_EVENTS, FIELDS).scalars().all()
+        plan = connection.exec_driver_sql("EXPLAIN " + forgetting.EVENTS.batch, FIELDS).scalars().all()
     assert "sagas_running" in "\n".join(plan)
     assert "saga_events_received" in "\n".join(plan)
 
