@@ -36,7 +36,7 @@ def needed(measured: Measured, kind: str, rate: float) -> dict[str, float]:
     waits = a["call_seconds"] if kind == "effect" else 0.0
     postgres, wal = rate * cpu["postgres"] / use, rate * cost["wal"] / 1e6
     cells = max(1, ceil(postgres / a["server_cores"]), ceil(wal / a["server_wal_mb"]))
-    processes, relays = ceil(rate * (cpu["worker"] / use + waits)), max(cells, ceil(rate * cpu["relay"] / use))
+    processes, relays = ceil(rate * (cpu["worker"] / use + waits)), max(cells, ceil(rate * of_relay(measured, kind)))
     opened = cost["connections"]
     connections = ceil(
         (processes * opened["worker"]["postgres"] / cost["concurrency"] + relays * opened["relay"]["postgres"]) / cells
@@ -76,7 +76,7 @@ def carries(measured: Measured, kind: str) -> dict[str, float]:
             measured["machine"]["processors"], sum(cpu.values())
         ),
         "one pool process": 1 / (cpu["worker"] / use + waits),
-        "one relay": of(1, cpu["relay"]),
+        "one relay": 1 / of_relay(measured, kind),
         f"one Postgres of {a['server_cores']:.0f} cores: its cores": of(a["server_cores"], cpu["postgres"]),
         "the same: its log": a["server_wal_mb"] * 1e6 / cost["wal"] if cost["wal"] else float("inf"),
         f"{a['copies']:.0f} RabbitMQ nodes of {a['node_cores']:.0f} cores": of(
@@ -84,6 +84,12 @@ def carries(measured: Measured, kind: str) -> dict[str, float]:
         ),
         "one Redis": of(1, cpu["redis"]),
     }
+
+
+def of_relay(measured: Measured, kind: str) -> float:
+    """Seconds of a relay for a message: of its processor, or its share of the quickest pass, which also waits for confirms."""
+    shares = [each["relay"] / BATCH for each in measured.get("waiting", [])]
+    return max(measured["costs"][kind]["cpu"]["relay"] / measured["assumed"]["utilisation"], min(shares, default=0.0))
 
 
 def number(value: float) -> str:

@@ -60,7 +60,7 @@ class BrokerChannel:
         """What is in a queue now; None if the broker cannot say. Raises `BrokerUnavailable`."""
         with self._asking() as channel:
             try:
-                return _from_leader(channel, queue) if self._confirms else _counted(channel, queue)
+                return from_leader(channel, queue) if self._confirms else _counted(channel, queue)
             except NotFound:
                 return InQueue(0, 0)
             except ChannelError as error:
@@ -225,7 +225,8 @@ def _counted(channel: Any, queue: str) -> InQueue:
         return InQueue(0, 0)
 
 
-def _from_leader(channel: Any, queue: str) -> InQueue:
+def from_leader(channel: Any, queue: str) -> InQueue:
+    """What is in a queue, by its leader. Raises `ChannelError` if it is not there, and what the connection raises without a leader."""
     declared = channel.queue_declare(queue, passive=True)
     if declared.message_count:
         return InQueue(declared.message_count, declared.consumer_count)

@@ -8,10 +8,11 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
+from amqp.exceptions import ChannelError
 from celery import Celery
 from kombu import Connection
 
-from ..broker.channel import BROKER_ERRORS, brokers, connect
+from ..broker.channel import BROKER_ERRORS, brokers, connect, from_leader
 from ..errors import SettingsError
 from ..hosts import is_loopback
 from ..setting_values import NOT_AN_ADDRESS, SEVERAL_VIRTUAL_HOSTS
@@ -44,6 +45,7 @@ def check_broker_settings(app: Celery) -> tuple[bool, list[Finding]]:
             late = "a killed worker's messages come back only after the visibility time-out"
             return False, [warning("broker", found, f"good enough for trying things out; {late}")]
         findings = [refusal(setting, SEVERAL_VIRTUAL_HOSTS, "correct it") for setting in _led_apart(app)]
+        findings += _read_elsewhere(app)
     except ValueError:
         return False, [refusal("broker_url", NOT_AN_ADDRESS, "correct it")]
     if not (app.conf.broker_transport_options or {}).get("confirm_publish"):
@@ -104,8 +106,13 @@ def _led_apart(app: Celery) -> list[str]:
 
     Does not connect; raises `ValueError` for an invalid address.
     """
+    return [setting for setting, found in _virtual_hosts(app).items() if len(found) > 1]
+
+
+def _virtual_hosts(app: Celery) -> dict[str, set[str]]:
+    """The virtual hosts of RabbitMQ to which each setting's addresses lead. Raises `ValueError` for an invalid address."""
     try:
-        names = {
+        return {
             setting: {
                 each.virtual_host or "/" for each in alternatives(app, url) if each.transport.driver_type == "amqp"
             }
@@ -113,7 +120,15 @@ def _led_apart(app: Celery) -> list[str]:
         }
     except KeyError:  # kombu's, for a value of ssl_cert_reqs
         raise ValueError(NOT_AN_ADDRESS) from None
-    return [setting for setting, found in names.items() if len(found) > 1]
+
+
+def _read_elsewhere(app: Celery) -> list[Finding]:
+    """Whether workers read where nothing is published."""
+    read, *written = _virtual_hosts(app).values()
+    if not written or written[0] == read:
+        return []
+    advice = "no worker gets what is published, unless you have it forwarded, by a federation or a shovel"
+    return [warning("broker_read_url", "another virtual host than that of broker_write_url", advice)]
 
 
 def check_broker(app: Celery) -> list[Finding]:
@@ -135,8 +150,33 @@ def check_broker(app: Celery) -> list[Finding]:
                     "messages may be lost on their way to the dead-letter queue",
                 )
             ]
-        findings += check_real_queues(connection, app.amqp.queues.values())
-    return [*findings, *_every_broker(app)]
+        found = check_real_queues(connection, app.amqp.queues.values())
+    return [*findings, *found, *_leaders(app), *_every_broker(app)]
+
+
+def _leaders(app: Celery) -> list[Finding]:
+    """The queues that exist and take and give nothing: their leaders do not answer. Each is asked over a connection of its own,
+    which RabbitMQ closes then."""
+    findings = []
+    for name in app.amqp.queues:
+        try:
+            with connect(app.connection_for_write, _impatient, connect_timeout=TIMEOUT) as connection:
+                from_leader(connection.channel(), name)
+        except ChannelError:
+            continue  # it is not there, or this user may not ask
+        except BROKER_ERRORS:
+            advice = "where most of its members are away, a queue takes and gives nothing: rabbitmq-queues quorum_status says which"
+            findings.append(refusal(f"queue {name}", "its leader does not answer", advice))
+    return findings
+
+
+def _impatient(connection: Connection) -> None:
+    connection.transport_options = {
+        **connection.transport_options,
+        "read_timeout": TIMEOUT,
+        "write_timeout": TIMEOUT,
+        "confirm_publish": False,
+    }
 
 
 def _every_broker(app: Celery) -> list[Finding]:

@@ -23,6 +23,7 @@ from ..worker.task import idempotent_tasks
 from .broker import check_broker, check_broker_settings, check_remote_control, check_signatures
 from .findings import Finding, Level, refusal, warning
 from .objects import check_objects
+from .one_broker import OneBroker
 from .people import check_operators, check_people
 from .postgres import check_database, identity
 from .processes import check_processes
@@ -48,9 +49,12 @@ from .tasks import check_longest_runs, check_names, check_options, check_provide
 from .tls import check_tls, is_refused
 from .unreachable import check_server
 
+# The settings with addresses of brokers.
+BROKERS = ("broker_url", "broker_read_url", "broker_write_url")
+
 
 def doctor(app: Celery) -> list[Finding]:
-    """Check the application and its servers; returns findings, the worst first. Changes nothing; may take seconds.
+    """Check the application and its servers; returns findings, the worst first. Changes nothing that stays; may take seconds.
 
     An unreachable server is a finding, not an exception. One whose address is refused is not asked. A process that serves no
     cell checks each, and their findings begin with its name.
@@ -60,14 +64,15 @@ def doctor(app: Celery) -> list[Finding]:
         return _worst_first(_doctor(app))
     before = dict(app.conf.changes)
     try:
-        return _worst_first(_of_each_cell(app))
+        with OneBroker() as brokers:
+            return _worst_first(_of_each_cell(app, brokers))
     finally:
         close_runtime(app)
         app.conf.changes.clear()
         app.conf.changes.update(before)
 
 
-def _of_each_cell(app: Celery) -> list[Finding]:
+def _of_each_cell(app: Celery, brokers: OneBroker) -> list[Finding]:
     findings: list[Finding] = []
     databases: dict[str, str] = {}  # what each says that it is, and the first cell that has it
     try:
@@ -89,6 +94,8 @@ def _of_each_cell(app: Celery) -> list[Finding]:
             ) != cell:
                 advice = "each cell has its own; correct one of the two addresses"
                 found.append(refusal("database", f"is that of {other}, too, by another address", advice))
+            if not is_refused(found, *BROKERS):
+                found += brokers.check(app, cell)
         findings += [replace(each, subject=f"{cell}: {each.subject}") for each in found]
     return findings
 
@@ -110,7 +117,7 @@ def _doctor(app: Celery) -> list[Finding]:
         findings = [*check_stores(app), *check_tls(app, None)]
     else:
         findings = [*_check_with_postgres(app), *check_stores(app)]
-    if not is_refused(findings, "broker_url", "broker_read_url", "broker_write_url"):
+    if not is_refused(findings, *BROKERS):
         findings += check_server("broker", "broker_url", lambda: check_broker(app))
     return findings
 

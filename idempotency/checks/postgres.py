@@ -19,6 +19,7 @@ from ..store import rights, schema
 from ..store.connections import make_attempts_engine
 from ..store.driver import ISO, use_checked_connections
 from ..store.home import IDENTITY
+from ..store.migrations.partitioning import PARTITIONS
 from .clock import check_clock
 from .findings import Finding, Level, ok, refusal, warning
 from .partitions import check_partitions
@@ -39,6 +40,15 @@ SELECT current_setting('server_version_num')::int / 10000 AS version,
        current_setting('transaction_read_only') = 'on' OR pg_is_in_recovery() AS read_only,
        extract(epoch FROM clock_timestamp())::float8 AS now
 """)
+
+_UNLOGGED = text("""
+SELECT relname AS name, relkind = 'S' AS is_sequence FROM pg_class
+WHERE relnamespace IN (to_regnamespace(:schema), to_regnamespace(:partitions)) AND relkind IN ('r', 'S') AND relpersistence <> 'p'
+  AND relname <> ALL(:are_so)
+ORDER BY relname
+""")
+# Made so: whoever waits asks again.
+_ARE_UNLOGGED = ["waiters"]
 
 _OURS = text("""
 SELECT current_setting('lock_timeout') AS lock_timeout, current_setting('statement_timeout') AS statement_timeout
@@ -131,7 +141,21 @@ def _tables(connection: Connection) -> list[Finding]:
         subject, _, found = str(error).partition(": ")
         found, _, advice = found.partition("; ")
         return [refusal(subject, found, advice), *lacking]
-    return [ok("database schema", "compatible with this code"), *lacking]
+    return [ok("database schema", "compatible with this code"), *lacking, *_unlogged(connection)]
+
+
+def _unlogged(connection: Connection) -> list[Finding]:
+    """Those of our tables and sequences that a crash empties, and that no standby has."""
+    names = {"schema": schema.SCHEMA, "partitions": PARTITIONS, "are_so": _ARE_UNLOGGED}
+    found = connection.execute(_UNLOGGED, names)
+    return [
+        refusal(
+            f"database {'sequence' if row.is_sequence else 'table'} {row.name}",
+            "UNLOGGED",
+            f"a crash empties it, and no standby has it: ALTER {'SEQUENCE' if row.is_sequence else 'TABLE'} … SET LOGGED",
+        )
+        for row in found
+    ]
 
 
 def require_all_tenants(connection: Connection) -> None:

@@ -15,6 +15,8 @@ from ..settings import Settings
 from ..worker.task import IdempotentTask
 from .findings import Finding, ok, refusal, warning
 
+# Nodes that a queue is on: one of them may go.
+MEMBERS = 3
 _QUEUE_RULES: tuple[tuple[str, str, str], ...] = (
     ("x-queue-type", "quorum", "other types have no delivery limit"),
     ("x-dead-letter-strategy", "at-least-once", "a message could be lost on its way to the dead-letter queue"),
@@ -73,6 +75,13 @@ def _declared(queue: Queue) -> list[Finding]:
         found = f"x-delivery-limit is {'not set' if limit is None else limit}, need at least {DELIVERY_LIMIT}"
         advice = "attempts are counted on the record; the broker counts lost connections too"
         findings.append(refusal(subject, found, advice))
+    if (members := arguments.get("x-quorum-initial-group-size", MEMBERS)) < MEMBERS:
+        found = f"x-quorum-initial-group-size is {members}, need {MEMBERS} or none"
+        alone = "of its only node loses" if members < 2 else "of one of its nodes stops it, and that of both loses"
+        advice = (
+            f"the loss {alone} what waits in it; what the outbox has is published again, what `delay` has sent is not"
+        )
+        findings.append(warning(subject, found, advice))
     exchange, key = arguments.get("x-dead-letter-exchange"), arguments.get("x-dead-letter-routing-key")
     if exchange is None or (exchange == "" and key in (None, "", queue.name)):
         found = f"dead letters go to exchange {exchange!r} with routing key {key!r}, need a separate queue"

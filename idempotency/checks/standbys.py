@@ -60,6 +60,7 @@ SELECT (SELECT system_identifier::text FROM pg_control_system()) AS system,
        (extract(epoch FROM pg_postmaster_start_time()) * 1000000)::bigint AS started,
        CASE WHEN NOT pg_is_in_recovery() THEN left(pg_walfile_name(pg_current_wal_lsn()), 8) END AS timeline,
        EXISTS (SELECT FROM pg_stat_wal_receiver) AS receives,
+       current_setting('fsync') AS fsync,
        (SELECT coalesce(substring(conninfo FROM '\\mapplication_name=(\\S+)'),
                         substring(conninfo FROM '\\mfallback_application_name=(\\S+)')) FROM pg_stat_wal_receiver) AS name,
        (SELECT array_agg(application_name) FROM pg_stat_replication WHERE sync_state <> 'async') AS synchronous
@@ -95,7 +96,7 @@ def _synchronous(row: Row[Any]) -> list[Finding]:
     if there < needed:
         found = f"{there or 'none'} synchronous, of {row.standbys} connected" + (f", need {needed}" * (needed > 1))
         waiting = "one is" if needed == 1 else "as many are"
-        advice = f"commits wait until {waiting} connected: nothing is claimed or finished, and nothing is lost"
+        advice = f"commits wait until {waiting} connected: nothing is finished, and nothing that was answered is lost"
         findings.append(warning(STANDBYS, found, advice))
     if row.no_standbys:
         advice = "it can never be promoted, and may be all that has confirmed a commit; leave it out of synchronous_standby_names"
@@ -155,6 +156,9 @@ def check_hosts(given: Settings) -> list[Finding]:
 def _followers(primary: Any, standbys: Iterable[tuple[str, Any]]) -> Iterator[Finding]:
     """Of the address's own standbys, those whose promotion would lose what was answered."""
     for host, row in standbys:
+        if row.fsync != "on":
+            advice = "it confirms what no disk of its own has: a crash of both machines loses what was answered"
+            yield refusal(HOSTS, f"{host} is a standby with fsync {row.fsync}, need on", advice)
         if not row.receives:
             advice = (
                 "it falls behind, and its promotion would lose what was committed since; look at its primary_conninfo"

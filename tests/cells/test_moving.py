@@ -62,6 +62,44 @@ def test_a_tenant_moves_between_cells_of_which_either_is_in_partitions(
     assert (count("eu", "spent"), count("us", "spent")) == (1, 0)
 
 
+FILL = """
+INSERT INTO idempotency.records (tenant, task, key, status, fence, fingerprint, message, result, response_code,
+                                 completed_at, service, expires_at)
+SELECT 'eu-acme', 'charge', n::text, 'completed', n, 'f', '{}', '1', 200, clock_timestamp(), 'celled',
+       clock_timestamp() + interval '3 days' FROM generate_series(1, %s) n
+"""
+
+
+@pytest.mark.parametrize("many", [250, pytest.param(30_000, marks=pytest.mark.long)])
+def test_more_operations_than_a_server_has_locks_are_copied_into_partitions(
+    cells: Cells, engines: dict[str, Engine], many: int
+) -> None:
+    put_into_partitions(cells["us"]["database_url"])
+    with engines["eu"].connect() as connection:
+        connection.exec_driver_sql(FILL % many)
+    copy(cells)
+    copy(cells)  # again, as after one that has stopped in between
+    assert scalar(engines["us"], "SELECT count(*) FROM idempotency.records WHERE tenant = 'eu-acme'") == many
+
+
+@pytest.mark.parametrize("partitioned", [False, True])
+def test_a_key_that_has_another_operation_in_the_new_cell_stops_the_copy(
+    cells: Cells, engines: dict[str, Engine], partitioned: bool
+) -> None:
+    """Of a call that came there too early, which would be carried out there, although it was in the old cell."""
+    if partitioned:
+        put_into_partitions(cells["us"]["database_url"])
+    with engines["eu"].connect() as connection:
+        connection.exec_driver_sql(FILL % 3)
+    with engines["us"].connect() as connection:
+        connection.exec_driver_sql("""
+            INSERT INTO idempotency.records (tenant, task, key, status, fence, fingerprint, message, service, available_at, queue)
+            VALUES ('eu-acme', 'charge', '2', 'released', 1, 'f', '{}', 'celled', clock_timestamp(), 'q')
+        """)
+    with pytest.raises(AssertionError, match="the new cell has another operation charge 2"):
+        copy(cells)
+
+
 def test_what_is_copied_cannot_be_changed_any_more_once_it_is_closed(
     serve: Serve, cells: Cells, engines: dict[str, Engine]
 ) -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
+from uuid import uuid4
 
 import pytest
 from sqlalchemy import Engine, text
 from sqlalchemy.orm import Session
 
+import services
 from idempotency import publish
 from idempotency.application import close_runtime, runtime_of
 from idempotency.checks.doctor import doctor
@@ -18,6 +22,7 @@ from idempotency.letters.examine import _named
 from idempotency.sagas import observe
 from tests.cells.conftest import Cells, Serve
 from tests.support.celled import app, deposit
+from tests.support.proxy import Proxy
 
 
 def refusals() -> list[str]:
@@ -100,3 +105,27 @@ def test_without_a_tenant_no_row_of_another_cells_tenant_is_written(
     with engines["eu"].connect() as connection:
         for table in ("outbox", "sagas"):
             assert connection.execute(text(f"SELECT count(*) FROM idempotency.{table}")).scalar_one() == 0
+
+
+@pytest.mark.parametrize("may_make_queues", [True, False])
+def test_the_doctor_finds_one_virtual_host_by_two_addresses(
+    serve: Serve, cells: Cells, servers: services.Services, may_make_queues: bool
+) -> None:
+    """Another node of one cluster, or a Service beside a host. Whoever may make no queue of his own cannot be sure."""
+    address = urlsplit(cells["eu"]["broker_url"])
+    url = address.geturl()
+    if not may_make_queues:
+        name = f"declares-nothing-{uuid4().hex[:8]}"
+        rights = {"user": name, "vhost": unquote(address.path[1:]), "configure": "^$", "write": ".*", "read": ".*"}
+        document = {"users": [{"name": name, "password": name, "tags": []}], "permissions": [rights]}
+        servers.rabbitmq.import_definitions(json.dumps(document).encode())
+        url = f"amqp://{name}:{name}@127.0.0.1:{address.port}{address.path}"
+    with Proxy("127.0.0.1", address.port or 5672) as other:
+        cells["eu"]["broker_url"], cells["us"]["broker_url"] = url, url.replace(f":{address.port}", f":{other.port}")
+        serve(None)
+        found = [each for each in doctor(app) if "is that of eu" in each.found or "may be that of eu" in each.found]
+    assert [(each.level, each.subject, each.found.partition(",")[0]) for each in found] == [
+        (Level.REFUSAL, "us: broker", "is that of eu")
+        if may_make_queues
+        else (Level.WARNING, "us: broker", "may be that of eu")
+    ]

@@ -188,7 +188,7 @@ def test_who_leaves_the_cluster_reaches_public_addresses_alone() -> None:
     calling, web = {443, 465, 587}, {443}
     assert leaving == {
         **dict.fromkeys(("worker", "maintenance"), calling),
-        **dict.fromkeys(("webhooks", "relay", "admin", "web"), web),
+        **dict.fromkeys(("webhooks", "relay", "admin", "web", "api"), web),
     }
 
 

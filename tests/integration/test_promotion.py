@@ -14,6 +14,7 @@ from celery import Celery
 from sqlalchemy import Engine, create_engine, text
 from sqlalchemy.engine import make_url
 
+from idempotency import IdempotentTask
 from idempotency.application import close_runtime, runtime_of
 from services.cluster_postgres import PostgresPair
 from services.server import ServiceError
@@ -23,6 +24,7 @@ from tests.support.failover import fail_over, fixture_database, fixture_pair, fi
 from tests.support.operations import Entries, Record
 from tests.support.outside import OutsideWorld
 from tests.support.processes import eventually
+from tests.support.tasks import ROW, make_task
 
 pytestmark = [pytest.mark.direct, pytest.mark.long]
 # Postgres writes 32 numbers of a sequence ahead to its log (SEQ_LOG_VALS).
@@ -75,7 +77,7 @@ def test_what_was_answered_is_there_after_the_promotion(
 def test_no_fence_is_given_twice_across_a_promotion(
     pair: PostgresPair, deliveries: Deliveries, record: Record, engine: Engine
 ) -> None:
-    """Of answered claims the highest fence is on the standby with them, and the sequence begins at most `AHEAD` behind it."""
+    """Of what has ended the highest fence is on the standby with it, and the sequence begins at most `AHEAD` behind it."""
     for number in range(3):
         deliveries.deliver(bank_module.deposit, f"before-{number}")
     fences = [row.fence for number in range(3) if (row := record(f"before-{number}")) is not None]
@@ -87,10 +89,10 @@ def test_no_fence_is_given_twice_across_a_promotion(
     assert max(fences) < after.fence <= max(fences) + AHEAD + 1
 
 
-def test_a_number_that_no_commit_waited_for_may_come_again_and_no_claim_has_it(
+def test_a_number_that_no_commit_waited_for_may_come_again_and_nothing_that_has_ended_has_it(
     pair: PostgresPair, database: str, record: Record, deliveries: Deliveries, engine: Engine
 ) -> None:
-    """`nextval` alone waits for no standby: its number may be drawn again. A claim is answered only once its commit is there."""
+    """`nextval` alone waits for no standby, nor does a first claim: their numbers may be drawn again."""
     deliveries.deliver(bank_module.deposit, "first")
     pair.standby.kill()
     drawn = []
@@ -111,7 +113,54 @@ def test_a_number_that_no_commit_waited_for_may_come_again_and_no_claim_has_it(
     assert row[0] < max(drawn), "the standby had all of them: this test has shown nothing"
     first = record("first")
     assert first is not None
-    assert row[0] > first.fence  # and above every answered claim
+    assert row[0] > first.fence
+
+
+def test_a_first_claim_that_no_standby_has_is_made_anew_under_a_lower_fence_and_commits_once(
+    pair: PostgresPair,
+    bank: Celery,
+    database: str,
+    deliveries: Deliveries,
+    entries: Entries,
+    record: Record,
+    engine: Engine,
+) -> None:
+    fences: list[int] = []
+    go_on, begun = threading.Event(), threading.Event()
+
+    def body(self: IdempotentTask) -> str:
+        with at(pair.primary, database) as connection:
+            row = connection.execute("SELECT fence FROM idempotency.records WHERE key = 'k'").fetchone()
+        assert row is not None
+        fences.append(row[0])
+        self.session.execute(ROW)
+        if len(fences) == 1:
+            begun.set()
+            go_on.wait(60)
+        return "paid"
+
+    task = make_task(bank, body)
+    pair.standby.kill()
+    with at(pair.primary, database) as connection:
+        connection.execute("SET synchronous_commit = off")
+        connection.execute("SELECT nextval('idempotency.fence') FROM generate_series(1, %s)", [2 * AHEAD])
+    first = threading.Thread(target=deliveries.deliver, args=(task,), kwargs={"key": "k"}, daemon=True)
+    first.start()
+    assert begun.wait(20)
+    pair.primary.kill()
+    pair.standby.start()
+    pair.promote()
+    pair.require_standby(False)
+    engine.dispose()
+    deliveries.deliver(task, key="k")
+    go_on.set()
+    first.join(60)
+    assert fences[1] < fences[0], "the standby had the numbers: this test has shown nothing"
+    ended = record("k")
+    assert ended is not None
+    assert (ended.status, ended.fence) == ("completed", fences[1])
+    with engine.connect() as connection:
+        assert connection.execute(text("SELECT count(*) FROM entries")).scalar_one() == 1
 
 
 def test_a_former_primary_that_runs_on_answers_no_commit(

@@ -18,6 +18,7 @@ from sqlalchemy import Connection, Engine, text
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import OperationalError
 
+import services.postgres
 from idempotency import IdempotentTask
 from idempotency.application import close_runtime, runtime_of
 from idempotency.checks.findings import Level
@@ -245,6 +246,23 @@ def test_a_standby_that_receives_nothing_is_a_warning(pair: PostgresPair, bank: 
     finally:
         pair.standby.execute("ALTER SYSTEM RESET primary_conninfo")
         pair.standby.execute("SELECT pg_reload_conf()")
+
+
+def test_a_synchronous_standby_that_confirms_what_no_disk_has_is_refused(
+    pair: PostgresPair, bank: Celery, database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    standby = pair.standby
+    with monkeypatch.context() as patch:
+        patch.setitem(services.postgres._SETTINGS, "fsync", "off")
+        standby.stop()
+        standby.start()
+    try:
+        pair.wait_for_standby()
+        assert of_hosts(database) == [(Level.REFUSAL, f"127.0.0.1:{standby.port} is a standby with fsync off, need on")]
+    finally:
+        standby.stop()
+        standby.start()
+        pair.wait_for_standby()
 
 
 def test_a_standby_that_is_not_among_the_synchronous_is_a_warning(

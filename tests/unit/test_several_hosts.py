@@ -204,3 +204,13 @@ def test_brokers_of_two_virtual_hosts_are_refused() -> None:
 )
 def test_brokers_of_one_virtual_host_are_not(address: str) -> None:
     require_broker_address(configured(broker_url=address))
+
+
+def test_a_broker_to_read_from_at_another_virtual_host_is_a_warning() -> None:
+    app = configured(broker_read_url="amqp://127.0.0.1/one", broker_write_url="amqp://127.0.0.1/other")
+    found = [each for each in check_configuration(app, settings_of(app)) if each.subject == "broker_read_url"]
+    assert [(each.level, each.found) for each in found] == [
+        (Level.WARNING, "another virtual host than that of broker_write_url")
+    ]
+    app = configured(broker_read_url="amqp://127.0.0.1/one", broker_write_url="amqp://localhost/one")
+    assert not [each for each in check_configuration(app, settings_of(app)) if each.subject == "broker_read_url"]

@@ -24,8 +24,9 @@ from sqlalchemy.exc import OperationalError
 
 import services
 from idempotency import lookup
-from idempotency.application import close_runtime
-from idempotency.checks.doctor import doctor
+from idempotency.application import close_runtime, settings_of
+from idempotency.checks.doctor import check_configuration, doctor
+from idempotency.checks.findings import Level
 from idempotency.checks.startup import check_worker_start
 from idempotency.relay.relay import Relay, Relayed
 from tests.integration.bad_inputs.cases import cases
@@ -250,3 +251,16 @@ def test_a_set_up_that_cannot_be_is_one_line_that_says_what_to_do(
     assert len(lines) == 1
     assert re.search(says, lines[0])
     assert not (tmp_path / ".venv/ready").exists()
+
+
+@pytest.mark.parametrize(("members", "loses"), [(1, "the loss of its only node"), (2, "the loss of one of its nodes")])
+def test_a_queue_on_fewer_nodes_than_three_is_named_with_what_it_may_lose(
+    configured: Celery, servers: services.Services, members: int, loses: str
+) -> None:
+    if servers.broker == "redis":
+        pytest.skip("needs RabbitMQ")
+    configured.conf.task_queues[0].queue_arguments["x-quorum-initial-group-size"] = members
+    found = [each for each in check_configuration(configured, settings_of(configured)) if "group-size" in each.found]
+    assert [each.found for each in found] == [f"x-quorum-initial-group-size is {members}, need 3 or none"]
+    assert [each.level for each in found] == [Level.WARNING]
+    assert loses in str(found[0])
