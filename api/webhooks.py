@@ -38,6 +38,8 @@ from .problems import failure
 LONGEST_BODY = 256 * 1024
 # Reports that are settled at once: each takes a thread and a connection, which the other routes need, too.
 AT_ONCE = CapacityLimiter(4)
+# Of which the provider is asked first, whose payment it is: a provider that is slow then holds up these alone.
+ASKING = CapacityLimiter(2)
 # Seconds after which a provider that heeds it may try again.
 RETRY_AFTER = 5
 
@@ -74,7 +76,7 @@ async def _received(name: str, request: Request) -> Response:
     outcome = "ignored"
     if report is not None:
         try:
-            outcome = await to_thread.run_sync(_settled, report, limiter=AT_ONCE)
+            outcome = await to_thread.run_sync(_settled, await _named(report), limiter=AT_ONCE)
         except (SQLAlchemyError, Defer, GatewayError) as error:
             webhooks.labels(name, "failed").inc()
             answer = as_response(failure(error)) if isinstance(error, SQLAlchemyError) else Response(status_code=503)
@@ -102,11 +104,15 @@ def _report(name: str, body: bytes, headers: Mapping[str, str], secrets: list[st
     return of_standard(headers["webhook-id"], body)
 
 
+async def _named(report: Report) -> Report:
+    """With the payment that it is about. Raises `GatewayError`: a dispute and a change made at the provider's site do not name it."""
+    if report.gateway != STRIPE or await to_thread.run_sync(_may_be_ours, report, limiter=AT_ONCE):
+        return report
+    found = await to_thread.run_sync(gateway.charge, report.charge_id, limiter=ASKING)
+    return report if found is None else replace(report, tenant=found.tenant, payment_id=found.name)
+
+
 def _settled(report: Report) -> str:
-    if report.gateway == STRIPE and not _may_be_ours(report):  # a dispute, or a change made at the provider's site
-        found = gateway.charge(report.charge_id)
-        if found is not None:
-            report = replace(report, tenant=found.tenant, payment_id=found.name)
     runtime = runtime_of(app)
     with (
         _in_trace_of_payment(runtime, report),

@@ -89,7 +89,8 @@ def carries(measured: Measured, kind: str) -> dict[str, float]:
 def of_relay(measured: Measured, kind: str) -> float:
     """Seconds of a relay for a message: of its processor, or its share of the quickest pass, which also waits for confirms."""
     shares = [each["relay"] / BATCH for each in measured.get("waiting", [])]
-    return max(measured["costs"][kind]["cpu"]["relay"] / measured["assumed"]["utilisation"], min(shares, default=0.0))
+    computes: float = measured["costs"][kind]["cpu"]["relay"] / measured["assumed"]["utilisation"]
+    return max(computes, min(shares, default=0.0))
 
 
 def number(value: float) -> str:

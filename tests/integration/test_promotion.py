@@ -159,8 +159,8 @@ def test_a_first_claim_that_no_standby_has_is_made_anew_under_a_lower_fence_and_
     ended = record("k")
     assert ended is not None
     assert (ended.status, ended.fence) == ("completed", fences[1])
-    with engine.connect() as connection:
-        assert connection.execute(text("SELECT count(*) FROM entries")).scalar_one() == 1
+    with engine.connect() as after:
+        assert after.execute(text("SELECT count(*) FROM entries")).scalar_one() == 1
 
 
 def test_a_former_primary_that_runs_on_answers_no_commit(
