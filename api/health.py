@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from functools import lru_cache
 
 import redis
 from fastapi import APIRouter, Request, Response
@@ -118,10 +119,14 @@ def _redis() -> str:
     url = runtime_of(celery).settings.redis_url
     if url is None:
         return "not used"
-    options = {"socket_timeout": 1.0, "socket_connect_timeout": 1.0, "retry": Retry(NoBackoff(), 0)}
-    with client_of(url.get_secret_value(), **options) as client:
-        client.ping()
+    _client(url.get_secret_value()).ping()
     return "answers"
+
+
+@lru_cache(maxsize=1)
+def _client(address: str) -> redis.Redis:
+    """Kept: one of Sentinels has connections to each of them. Once more, for an idle connection that a restart has closed."""
+    return client_of(address, socket_timeout=1.0, socket_connect_timeout=1.0, retry=Retry(NoBackoff(), 1))
 
 
 def _work() -> dict[str, Part]:

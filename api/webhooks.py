@@ -38,7 +38,7 @@ from .problems import failure
 LONGEST_BODY = 256 * 1024
 # Reports that are settled at once: each takes a thread and a connection, which the other routes need, too.
 AT_ONCE = CapacityLimiter(4)
-# Of which the provider is asked first, whose payment it is: a provider that is slow then holds up these alone.
+# Reports about which the provider is asked first. A limit of their own, so that a slow provider holds up only these.
 ASKING = CapacityLimiter(2)
 # Seconds after which a provider that heeds it may try again.
 RETRY_AFTER = 5
@@ -106,7 +106,9 @@ def _report(name: str, body: bytes, headers: Mapping[str, str], secrets: list[st
 
 async def _named(report: Report) -> Report:
     """With the payment that it is about. Raises `GatewayError`: a dispute and a change made at the provider's site do not name it."""
-    if report.gateway != STRIPE or await to_thread.run_sync(_may_be_ours, report, limiter=AT_ONCE):
+    if report.gateway != STRIPE or (report.payment_id is not None and report.object == "charge"):
+        return report  # most reports
+    if report.payment_id is not None and await to_thread.run_sync(_may_be_ours, report, limiter=AT_ONCE):
         return report
     found = await to_thread.run_sync(gateway.charge, report.charge_id, limiter=ASKING)
     return report if found is None else replace(report, tenant=found.tenant, payment_id=found.name)
@@ -133,8 +135,6 @@ def _in_trace_of_payment(runtime: Runtime, report: Report) -> AbstractContextMan
 
 
 def _may_be_ours(report: Report) -> bool:
-    if report.payment_id is None or report.object == "charge":  # most reports: nothing has to be looked up
-        return report.payment_id is not None
     with runtime_of(app).transaction(report.tenant) as connection, Session(connection) as session:
         return settlement.may_be_ours(session, report)
 

@@ -76,7 +76,7 @@ def carries(measured: Measured, kind: str) -> dict[str, float]:
             measured["machine"]["processors"], sum(cpu.values())
         ),
         "one pool process": 1 / (cpu["worker"] / use + waits),
-        "one relay": 1 / of_relay(measured, kind),
+        "one relay": 1 / each if (each := of_relay(measured, kind)) else float("inf"),
         f"one Postgres of {a['server_cores']:.0f} cores: its cores": of(a["server_cores"], cpu["postgres"]),
         "the same: its log": a["server_wal_mb"] * 1e6 / cost["wal"] if cost["wal"] else float("inf"),
         f"{a['copies']:.0f} RabbitMQ nodes of {a['node_cores']:.0f} cores": of(
@@ -87,10 +87,11 @@ def carries(measured: Measured, kind: str) -> dict[str, float]:
 
 
 def of_relay(measured: Measured, kind: str) -> float:
-    """Seconds of a relay for a message: of its processor, or its share of the quickest pass, which also waits for confirms."""
-    shares = [each["relay"] / BATCH for each in measured.get("waiting", [])]
-    computes: float = measured["costs"][kind]["cpu"]["relay"] / measured["assumed"]["utilisation"]
-    return max(computes, min(shares, default=0.0))
+    """Seconds of a relay for a message, at the assumed utilisation: of its processor, or its share of the quickest pass with whole
+    messages, which also waits for confirms."""
+    shares = [each["relay"] / BATCH for each in measured.get("waiting", []) if each["is_whole"]]
+    busy: float = max(measured["costs"][kind]["cpu"]["relay"], min(shares, default=0.0))
+    return busy / float(measured["assumed"]["utilisation"])
 
 
 def number(value: float) -> str:

@@ -207,6 +207,7 @@ def free_port() -> int:
 
 
 def _free_ports(count: int) -> list[int]:
+    # not by the seed that a test or a drill has set: two of them at once would draw the same
     candidates = random.SystemRandom().sample(_PORTS, len(_PORTS))
     free = (port for port in candidates if port not in _chosen and _is_free(port))
     chosen = list(islice(free, count))

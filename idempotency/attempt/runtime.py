@@ -22,13 +22,14 @@ from sqlalchemy.pool import NullPool, StaticPool
 from .. import objects
 from ..observe import metrics, traces
 from ..observe.crash_points import crash_point
+from ..observe.logs import log
 from ..observe.traces import OURS
 from ..settings import Settings
 from ..store import connections
 from ..store.answers import Claimed, Renewal
 from ..store.claims import renew
 from ..store.home import IDENTITY, Home
-from ..store.statements import TIMED_OUT, sqlstate
+from ..store.statements import TIMED_OUT, describe, is_news, sqlstate
 from ..store.sweeps import is_row_error
 from ..wire import results
 from .heartbeat import Heartbeat
@@ -250,7 +251,10 @@ class Runtime:
     def _renewed(self, claims: Sequence[Claimed]) -> dict[str, Renewal]:
         try:
             return self._renew(claims)
-        except DBAPIError:
+        except DBAPIError as error:
+            if is_news(error):
+                names = {"task": claims[0].id.task, "key": claims[0].id.key} if len(claims) == 1 else {}
+                log.warning("lease_not_renewed", leases=len(claims), error=describe(error), **names)
             return {}  # not known
 
 

@@ -93,7 +93,7 @@ def run_within(
             if session.tells_of_commit:
                 attempt.leave()
             result = body(attempt)
-            session.flush()  # what that raises leaves no large result where they are kept
+            session.flush()  # first: if it raises, no large result has been put
             stored = runtime.stored_result(result)
         finally:
             note_spoilt()

@@ -31,6 +31,8 @@ APPLICATION, WORKER, RELAY, BEAT, FLOWER, STREAM, MONITOR = KINDS = (
 # RabbitMQ's name for the exchange without one, which delivers to the queue that the routing key names.
 DEFAULT_EXCHANGE = "amq.default"
 NOTHING = "^$"
+# What the names of queues begin with that the doctor makes for a moment, where it compares the brokers of cells.
+DOCTOR = "idempotency-doctor-"
 # Celery's routing keys of messages that wait: the delay in bits, then the queue's own.
 _DELAY = rf"([01]\.){{{MAX_LEVEL + 1}}}"
 
@@ -117,7 +119,9 @@ def rights_of(
         APPLICATION: publishing,
         BEAT: publishing,
         WORKER: declaring + Rights(delayed, [*published, *delayed], [*own, *delayed]) + sending + asking + answering,
-        RELAY: declaring + Rights(write=[*published, *_exact(event_exchanges)], read=[*own, *dead]) + asking,
+        RELAY: declaring
+        + Rights([rf"{re.escape(DOCTOR)}[0-9a-f]+"], [*published, *_exact(event_exchanges)], [*own, *dead])
+        + asking,
         FLOWER: listening + asking,
         STREAM: Rights(read=_exact(streams)),  # what handlers enqueue, relays publish
         MONITOR: Rights(),  # RabbitMQ tells everyone who may connect how long a queue is

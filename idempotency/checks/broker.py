@@ -15,6 +15,7 @@ from kombu import Connection
 from ..broker.channel import BROKER_ERRORS, brokers, connect, from_leader
 from ..errors import SettingsError
 from ..hosts import is_loopback
+from ..queues import dead_letter_queues
 from ..setting_values import NOT_AN_ADDRESS, SEVERAL_VIRTUAL_HOSTS
 from ..settings import Settings
 from .findings import Finding, ok, refusal, warning
@@ -155,18 +156,21 @@ def check_broker(app: Celery) -> list[Finding]:
 
 
 def _leaders(app: Celery) -> list[Finding]:
-    """The queues that exist and take and give nothing: their leaders do not answer. Each is asked over a connection of its own,
-    which RabbitMQ closes then."""
+    """The queues that exist and take and give nothing: their leaders do not answer. Each is asked over a connection of its own, since
+    RabbitMQ closes one over which it cannot."""
     findings = []
-    for name in app.amqp.queues:
+    queues = list(app.amqp.queues.values())
+    for queue in [*queues, *dead_letter_queues(queues)]:
+        connection = connect(app.connection_for_write, _impatient, connect_timeout=TIMEOUT)
         try:
-            with connect(app.connection_for_write, _impatient, connect_timeout=TIMEOUT) as connection:
-                from_leader(connection.channel(), name)
+            from_leader(connection.channel(), queue.name)
         except ChannelError:
-            continue  # it is not there, or this user may not ask
+            pass  # it is not there, or this user may not ask
         except BROKER_ERRORS:
             advice = "where most of its members are away, a queue takes and gives nothing: rabbitmq-queues quorum_status says which"
-            findings.append(refusal(f"queue {name}", "its leader does not answer", advice))
+            findings.append(refusal(f"queue {queue.name}", "its leader does not answer", advice))
+        finally:
+            connection.collect()  # without a handshake, which such a broker may not answer either
     return findings
 
 

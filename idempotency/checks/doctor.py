@@ -23,7 +23,6 @@ from ..worker.task import idempotent_tasks
 from .broker import check_broker, check_broker_settings, check_remote_control, check_signatures
 from .findings import Finding, Level, refusal, warning
 from .objects import check_objects
-from .one_broker import OneBroker
 from .people import check_operators, check_people
 from .postgres import check_database, identity
 from .processes import check_processes
@@ -42,6 +41,7 @@ from .settings import (
     read_settings,
     refused,
 )
+from .shared_brokers import SharedBrokers
 from .standbys import check_hosts, check_target
 from .stores import check_stores
 from .streams import check_streams
@@ -64,7 +64,7 @@ def doctor(app: Celery) -> list[Finding]:
         return _worst_first(_doctor(app))
     before = dict(app.conf.changes)
     try:
-        with OneBroker() as brokers:
+        with SharedBrokers() as brokers:
             return _worst_first(_of_each_cell(app, brokers))
     finally:
         close_runtime(app)
@@ -72,7 +72,7 @@ def doctor(app: Celery) -> list[Finding]:
         app.conf.changes.update(before)
 
 
-def _of_each_cell(app: Celery, brokers: OneBroker) -> list[Finding]:
+def _of_each_cell(app: Celery, brokers: SharedBrokers) -> list[Finding]:
     findings: list[Finding] = []
     databases: dict[str, str] = {}  # what each says that it is, and the first cell that has it
     try:
@@ -94,7 +94,7 @@ def _of_each_cell(app: Celery, brokers: OneBroker) -> list[Finding]:
             ) != cell:
                 advice = "each cell has its own; correct one of the two addresses"
                 found.append(refusal("database", f"is that of {other}, too, by another address", advice))
-            if not is_refused(found, *BROKERS):
+            if not any(each.level is Level.REFUSAL and each.subject.startswith("broker") for each in found):
                 found += brokers.check(app, cell)
         findings += [replace(each, subject=f"{cell}: {each.subject}") for each in found]
     return findings

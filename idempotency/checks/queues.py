@@ -51,7 +51,7 @@ def check_declared_queues(app: Celery, tasks: list[IdempotentTask], given: Setti
                     f"queue {name}", found, "no idempotent task is routed here, so nothing more is lost than before"
                 )
             ]
-        findings += wrong
+        findings += [*wrong, *_members(queue)]
         if name in used and not wrong:
             findings.append(_outage(queue, used[name], given))
     return findings
@@ -75,13 +75,6 @@ def _declared(queue: Queue) -> list[Finding]:
         found = f"x-delivery-limit is {'not set' if limit is None else limit}, need at least {DELIVERY_LIMIT}"
         advice = "attempts are counted on the record; the broker counts lost connections too"
         findings.append(refusal(subject, found, advice))
-    if (members := arguments.get("x-quorum-initial-group-size", MEMBERS)) < MEMBERS:
-        found = f"x-quorum-initial-group-size is {members}, need {MEMBERS} or none"
-        alone = "of its only node loses" if members < 2 else "of one of its nodes stops it, and that of both loses"
-        advice = (
-            f"the loss {alone} what waits in it; what the outbox has is published again, what `delay` has sent is not"
-        )
-        findings.append(warning(subject, found, advice))
     exchange, key = arguments.get("x-dead-letter-exchange"), arguments.get("x-dead-letter-routing-key")
     if exchange is None or (exchange == "" and key in (None, "", queue.name)):
         found = f"dead letters go to exchange {exchange!r} with routing key {key!r}, need a separate queue"
@@ -101,6 +94,19 @@ def _declared(queue: Queue) -> list[Finding]:
         found = f"exchange type {queue.exchange.type}, recommended topic"
         findings.append(warning(subject, found, "a countdown in apply_async goes through a worker to the outbox"))
     return findings
+
+
+def _members(queue: Queue) -> list[Finding]:
+    """Whether a queue asks for fewer members than may go one by one."""
+    name = "x-quorum-initial-group-size"
+    members = (queue.queue_arguments or {}).get(name, MEMBERS)
+    if members >= MEMBERS:
+        return []
+    loss = "its only node loses" if members < 2 else "one of its nodes stops it, and the loss of both loses"
+    advice = (
+        f"the loss of {loss} what waits in it; what the outbox has is published again, what `delay` has sent is not"
+    )
+    return [warning(f"queue {queue.name}", f"{name} is {members}, need {MEMBERS} or none", advice)]
 
 
 def _outage(queue: Queue, tasks: list[IdempotentTask], given: Settings | None) -> Finding:

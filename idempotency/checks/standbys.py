@@ -157,8 +157,13 @@ def _followers(primary: Any, standbys: Iterable[tuple[str, Any]]) -> Iterator[Fi
     """Of the address's own standbys, those whose promotion would lose what was answered."""
     for host, row in standbys:
         if row.fsync != "on":
-            advice = "it confirms what no disk of its own has: a crash of both machines loses what was answered"
-            yield refusal(HOSTS, f"{host} is a standby with fsync {row.fsync}, need on", advice)
+            confirms = bool(primary.synchronous) and (row.name is None or row.name in primary.synchronous)
+            found = f"{host} is a standby with fsync {row.fsync}, need on"
+            if confirms:
+                advice = "no disk of its own has what it confirms: a crash of both machines may lose what was answered"
+                yield refusal(HOSTS, found, advice)
+            else:
+                yield warning(HOSTS, found, "a crash of its machine may spoil what it has")
         if not row.receives:
             advice = (
                 "it falls behind, and its promotion would lose what was committed since; look at its primary_conninfo"

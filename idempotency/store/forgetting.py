@@ -7,8 +7,8 @@ from typing import Any
 from sqlalchemy import Connection
 
 from . import edits, sweeps
-from .sweeps import AT_ONCE, RECORD_ID, THIS_RECORD, Pace, Sweep
-from .webhooks import OF_DELIVERY
+from .purge import RESTING
+from .sweeps import THIS_RECORD, Pace, Sweep
 
 # How long a row that was set aside and is no longer due is kept for people to see, in seconds.
 REMEMBER = 86400.0
@@ -20,7 +20,7 @@ _PAST = "(SELECT clock_timestamp() - make_interval(secs => %(retention)s))"
 EVENTS = Sweep(
     "forget_events",
     table="saga_events",
-    names="r.tenant, r.event_type AS task, r.event_id AS key",
+    shown_as="r.tenant, r.event_type AS task, r.event_id AS key",
     columns="r.id",
     due="""r.service = %(service)s
       AND r.received_at < (SELECT least(clock_timestamp() - make_interval(secs => %(retention)s), min(g.accepted_at))
@@ -56,11 +56,12 @@ SELECT (SELECT count(*) FROM forgotten)""",
 DELIVERIES = Sweep(
     "forget_deliveries",
     table="webhook_deliveries",
-    names="r.tenant, r.task, r.id AS key",
+    shown_as="r.tenant, r.task, r.id || ':' || r.redelivery AS key",
     columns="r.id",
     due=f"""r.service = %(service)s AND r.ended_at < {_PAST}
-      AND (SELECT true FROM idempotency.dead_letters
-           WHERE {OF_DELIVERY.replace("w.", "r.")} AND status = 'open' LIMIT 1) IS NULL""",
+      AND (SELECT true FROM idempotency.dead_letters d
+           WHERE (d.tenant, d.task, d.key) = (r.tenant, r.task, r.id || ':' || r.redelivery) AND d.status = 'open' LIMIT 1)
+          IS NULL""",
     order="r.ended_at",
     one="r.id = %(id)s",
     id="r.id",
@@ -73,7 +74,7 @@ SELECT (SELECT count(*) FROM forgotten)""",
 FORMER = Sweep(
     "forget_former",
     table="former_fingerprints",
-    columns="r.fingerprint",
+    columns="r.fingerprint AS id",
     due="""(SELECT true FROM idempotency.records p
            WHERE p.tenant = r.tenant AND p.task = r.task AND p.key = r.key LIMIT 1) IS NULL
       AND (SELECT true FROM idempotency.outbox o
@@ -81,12 +82,12 @@ FORMER = Sweep(
       AND (SELECT true FROM idempotency.dead_letters d
            WHERE d.tenant = r.tenant AND d.task = r.task AND d.key = r.key AND d.status = 'open' LIMIT 1) IS NULL""",
     order="r.tenant, r.task, r.key, r.fingerprint",
-    one=THIS_RECORD,
-    id=RECORD_ID,
+    one=f"{THIS_RECORD} AND r.fingerprint = %(id)s",
+    id="md5(ARRAY[r.tenant, r.task, r.key, r.fingerprint]::text)",
     then="""
 , forgotten AS (
     DELETE FROM idempotency.former_fingerprints f USING due
-    WHERE (f.tenant, f.task, f.key, f.fingerprint) = (due.tenant, due.task, due.key, due.fingerprint) RETURNING 1
+    WHERE (f.tenant, f.task, f.key, f.fingerprint) = (due.tenant, due.task, due.key, due.id) RETURNING 1
 )
 SELECT (SELECT count(*) FROM forgotten)""",
 )
@@ -106,7 +107,7 @@ def set_aside(connection: Connection) -> None:
     connection.exec_driver_sql(_SET_ASIDE, {"retention": REMEMBER})
 
 
-def events(connection: Connection, service: str, *, retention: float, limit: int, pace: Pace = AT_ONCE) -> bool:
+def events(connection: Connection, service: str, *, retention: float, limit: int, pace: Pace = RESTING) -> bool:
     """Delete events that were kept for sagas of `service` for more than `retention` seconds, and are older than all that run.
 
     Returns whether more may be due, as the others do.
@@ -114,17 +115,17 @@ def events(connection: Connection, service: str, *, retention: float, limit: int
     return _more(connection, EVENTS, limit, pace, service=service, retention=retention)
 
 
-def observed(connection: Connection, service: str, *, retention: float, limit: int, pace: Pace = AT_ONCE) -> bool:
+def observed(connection: Connection, service: str, *, retention: float, limit: int, pace: Pace = RESTING) -> bool:
     """Delete rows of sagas of `service` without an operation that have not changed for `retention` seconds."""
     return _more(connection, OBSERVED, limit, pace, service=service, retention=retention)
 
 
-def deliveries(connection: Connection, service: str, *, retention: float, limit: int, pace: Pace = AT_ONCE) -> bool:
+def deliveries(connection: Connection, service: str, *, retention: float, limit: int, pace: Pace = RESTING) -> bool:
     """Delete deliveries of webhooks that ended more than `retention` seconds ago."""
     return _more(connection, DELIVERIES, limit, pace, service=service, retention=retention)
 
 
-def former_requests(connection: Connection, *, limit: int, pace: Pace = AT_ONCE) -> bool:
+def former_requests(connection: Connection, *, limit: int, pace: Pace = RESTING) -> bool:
     """Delete what requests were before an edit, of operations that are purged. Nothing in a database of earlier code."""
     return edits.is_there(connection, "former_fingerprints") and _more(connection, FORMER, limit, pace)
 

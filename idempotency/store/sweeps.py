@@ -71,8 +71,8 @@ class Sweep:
     # The condition for one row, by index, and the id under which it is set aside.
     one: str
     id: str
-    # What people are told of a row that was set aside, where it is not an operation's.
-    names: str = "r.tenant, r.task, r.key"
+    # How people are told of a row that is set aside: by its operation, if it has one.
+    shown_as: str = "r.tenant, r.task, r.key"
 
     @property
     def unlocked(self) -> str:
@@ -103,7 +103,7 @@ class Sweep:
     def _select(self) -> str:
         aside = NOT_ASIDE.format(name=self.name, id=self.id)
         return (
-            f"SELECT {self.names}, {self.id} AS row_id, {self.columns} FROM idempotency.{self.table} r "
+            f"SELECT {self.shown_as}, {self.id} AS row_id, {self.columns} FROM idempotency.{self.table} r "
             f"WHERE {self.due} AND {aside}"
         )
 

@@ -244,9 +244,6 @@ def purge_once(app: Celery, *, limit: int, pace: Pace = past.RESTING) -> Purged:
             )
             more, rows = more or more_rows, rows + deleted
         alerts_kept = max(letters_kept, settings.alert_interval * alerts.ALARM_INTERVALS)
-        forgetting.alerts(connection, retention=alerts_kept)
-        forgetting.set_aside(connection)
-        waiters.forget(connection)
         for forget, kept in (
             (forgetting.events, settings.retention_events),
             (forgetting.observed, settings.retention_failed),
@@ -254,6 +251,9 @@ def purge_once(app: Celery, *, limit: int, pace: Pace = past.RESTING) -> Purged:
         ):
             more |= forget(connection, service, retention=kept, limit=limit, pace=pace)
         more |= forgetting.former_requests(connection, limit=limit, pace=pace)
+        waiters.forget(connection)
+        forgetting.alerts(connection, retention=alerts_kept)
+        forgetting.set_aside(connection)
     if abandoned:
         log.warning("requests_abandoned", operations=abandoned)
     if passed:

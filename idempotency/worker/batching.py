@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 
 # Seconds from one look for a free process to the next.
 LOOK = 0.01
-# Of messages that the broker does not mark as redelivered, and whose operation may have had an attempt.
+# Of messages that the broker does not mark as redelivered, and whose operation has had an attempt. Most of what is sent again because
+# the broker lost it (`resend`) has not.
 LATER = frozenset(("retry", "recover", "replay"))
 
 
@@ -174,7 +175,9 @@ def _signalled(request: ref[Any], name: str, sent: set[int], pool: Any, signal: 
     """Celery's way to end one request, with one difference: the process of its batch gets each signal once."""
     found = request()
     if found is not None:
-        getattr(type(found), name)(found, _SignalsOnce(pool, sent), signal, **options)
+        # one that Celery has kept, for when the pool accepts the request, is that already
+        once = pool if isinstance(pool, _SignalsOnce) else _SignalsOnce(pool, sent)
+        getattr(type(found), name)(found, once, signal, **options)
 
 
 class _SignalsOnce:

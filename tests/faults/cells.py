@@ -41,7 +41,7 @@ BATCH_PHASES = {
 }
 
 LEGEND = {
-    "R": "redelivered, claimed again with a higher fence, runs, one commit",
+    "R": "redelivered, claimed again with another fence, runs, one commit",
     "R+": "the same while the stale attempt still exists; what it writes matches no row",
     "G": "R, and the gateway is called again under the same key: one charge",
     "U": "outcome unknown to its own process: the record is read again on a new connection; completed → ack, else R",

@@ -74,7 +74,7 @@ def test_what_was_answered_is_there_after_the_promotion(
     assert waiting == ["accepted"]
 
 
-def test_no_fence_is_given_twice_across_a_promotion(
+def test_no_fence_of_what_has_ended_is_given_again_after_a_promotion(
     pair: PostgresPair, deliveries: Deliveries, record: Record, engine: Engine
 ) -> None:
     """Of what has ended the highest fence is on the standby with it, and the sequence begins at most `AHEAD` behind it."""
@@ -155,6 +155,7 @@ def test_a_first_claim_that_no_standby_has_is_made_anew_under_a_lower_fence_and_
     deliveries.deliver(task, key="k")
     go_on.set()
     first.join(60)
+    assert not first.is_alive()
     assert fences[1] < fences[0], "the standby had the numbers: this test has shown nothing"
     ended = record("k")
     assert ended is not None

@@ -419,7 +419,7 @@ SWEEPS: dict[str, tuple[sweeps.Sweep, dict[str, Any], str]] = {
     ),
     "failed rows": (past.ROWS, {"status": "failed", "retention": 30 * DAY, "horizon": DAY}, "outbox_settled"),
     "events": (forgetting.EVENTS, {"retention": 30 * DAY}, "saga_events_received"),
-    "observed": (forgetting.OBSERVED, {"retention": 30 * DAY}, "sagas_"),
+    "observed": (forgetting.OBSERVED, {"retention": 30 * DAY}, "sagas_over"),
     "deliveries": (forgetting.DELIVERIES, {"retention": 30 * DAY}, "webhook_deliveries_ended"),
     "former requests": (forgetting.FORMER, {}, "former_fingerprints_pkey"),
 }

@@ -10,13 +10,14 @@ from celery import Celery
 from kombu import Connection
 
 from ..broker.channel import BROKER_ERRORS, connect
+from ..broker.rights import DOCTOR
 from .findings import Finding, refusal, warning
 from .unreachable import TIMEOUT
 
 ADVICE = "each cell has its own: workers of one would get the messages of another; correct one of the two addresses"
 
 
-class OneBroker(ExitStack):
+class SharedBrokers(ExitStack):
     """Compares the brokers of cells, one after the other: a queue that is made at one, and is gone with its connection, is seen at
     another address of the same virtual host. Open until the last one is compared."""
 
@@ -30,9 +31,10 @@ class OneBroker(ExitStack):
     def check(self, app: Celery, cell: str) -> list[Finding]:
         """Whether the cell that is served has the broker of one before it; nothing if its broker does not answer."""
         with suppress(*BROKER_ERRORS):
-            connection = self.enter_context(connect(app.connection_for_write, connect_timeout=TIMEOUT))
-            if connection.transport.driver_type == "amqp":
-                return self._compared(connection, cell)
+            if app.connection_for_write().transport.driver_type == "amqp":
+                return self._compared(
+                    self.enter_context(connect(app.connection_for_write, connect_timeout=TIMEOUT)), cell
+                )
         return []
 
     def _compared(self, connection: Connection, cell: str) -> list[Finding]:
@@ -43,7 +45,7 @@ class OneBroker(ExitStack):
         if other := self._names.get(names, ""):
             found = f"may be that of {other}, too: its cluster and its virtual host have the same names"
             return [warning("broker", found, "this user may not find out; compare the addresses")]
-        queue = f"idempotency-doctor-{uuid4().hex}"
+        queue = f"{DOCTOR}{uuid4().hex}"
         try:
             connection.channel().queue_declare(queue, exclusive=True)
             self._queues[queue] = cell
