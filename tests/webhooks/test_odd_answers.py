@@ -15,6 +15,7 @@ from sqlalchemy import Engine, text
 from idempotency.application import close_runtime
 from idempotency.attempt.runtime import Runtime
 from idempotency.operate import webhooks as operate
+from idempotency.store import forgetting
 from idempotency.store import webhooks as stored
 from idempotency.testing import Outbox
 from idempotency.webhooks import posting
@@ -83,7 +84,7 @@ def test_a_redelivery_beside_the_purge_is_not_deleted_by_it(
 
     with transactional(engine).begin() as connection, transactional(engine).begin() as purging:
         assert stored.reopen(connection, service, delivery.id) is not None
-        assert not stored.forget(purging, service, retention=86400.0, limit=100)
+        assert not forgetting.deliveries(purging, service, retention=86400.0, limit=100)
     assert [each.status for each in rows("deliveries")] == ["waiting"]
 
 
