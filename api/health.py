@@ -26,8 +26,8 @@ from tasks.models import Base
 
 from .schemas import Part, Readiness
 
-# Seconds until a part counts as missing.
-DEADLINE = 2.5
+# Seconds until a part counts as missing; and for those that say who does the work, within a probe's ten.
+DEADLINE, DEADLINE_OF_WORK = 2.5, 8.0
 # Seconds for which an answer is repeated: anyone may ask, and each check costs queries.
 KEPT = 1.0
 # Seconds that a due message may wait before the relay counts as late.
@@ -84,9 +84,7 @@ class ReadinessCheck:
 
 
 async def _check_all() -> Readiness:
-    postgres, hints, work = await asyncio.gather(
-        _in_time(_postgres, needed=True), _in_time(_redis), asyncio.to_thread(_work)
-    )
+    postgres, hints, work = await asyncio.gather(_in_time(_postgres, needed=True), _in_time(_redis), _work_in_time())
     parts = {"postgres": postgres, "redis": hints, **work}
     return Readiness(ready=all(part.ok for part in parts.values() if part.needed), parts=parts)
 
@@ -127,6 +125,15 @@ def _redis() -> str:
 def _client(address: str) -> redis.Redis:
     """Kept: one of Sentinels has connections to each of them. Once more, for an idle connection that a restart has closed."""
     return client_of(address, socket_timeout=1.0, socket_connect_timeout=1.0, retry=Retry(NoBackoff(), 1))
+
+
+async def _work_in_time() -> dict[str, Part]:
+    try:
+        async with asyncio.timeout(DEADLINE_OF_WORK):
+            return await asyncio.to_thread(_work)
+    except TimeoutError:
+        late = Part(ok=False, needed=False, detail=f"not known within {DEADLINE_OF_WORK:g} s")
+        return dict.fromkeys(("broker", "relay", "consumers"), late)
 
 
 def _work() -> dict[str, Part]:
