@@ -76,7 +76,7 @@ async def _received(name: str, request: Request) -> Response:
     outcome = "ignored"
     if report is not None:
         try:
-            outcome = await to_thread.run_sync(_settled, await _named(report), limiter=AT_ONCE)
+            outcome = await _outcome(report)
         except (SQLAlchemyError, Defer, GatewayError) as error:
             webhooks.labels(name, "failed").inc()
             answer = as_response(failure(error)) if isinstance(error, SQLAlchemyError) else Response(status_code=503)
@@ -102,6 +102,11 @@ def _report(name: str, body: bytes, headers: Mapping[str, str], secrets: list[st
         return of_stripe(body)
     check_standard(body, headers, secrets)
     return of_standard(headers["webhook-id"], body)
+
+
+async def _outcome(report: Report) -> str:
+    """What became of it, once it is committed. Raises `GatewayError`, `SQLAlchemyError` and `Defer`."""
+    return await to_thread.run_sync(_settled, await _named(report), limiter=AT_ONCE)
 
 
 async def _named(report: Report) -> Report:

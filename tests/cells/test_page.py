@@ -166,7 +166,7 @@ def test_the_page_says_of_every_table_with_rows_of_a_tenant_what_becomes_of_it(e
     )
     for _ in range(2):  # a delivery's attempts go with it, and it with its endpoint
         deleted |= {child for child, parent in goes_with if parent in deleted}
-    assert set(re.findall(r"^copy (\w+)", script, re.MULTILINE)) == moved
+    assert set(re.findall(r"^copy[ _](\w+)", script, re.MULTILINE)) == moved
     assert closed == set(re.findall(r"ALTER TABLE idempotency\.(\w+)", reopen))
     assert moved < closed < moved | left
     assert deleted == moved | left

@@ -101,7 +101,7 @@ def test_the_doctor_says_what_a_failover_would_lose(pair: PostgresPair, bank: Ce
     pair.require_standby(True)
     pair.wait_for_standby()
     pair.standby.kill()
-    waits = "commits wait until one is connected: nothing is claimed or finished, and nothing is lost"
+    waits = "commits wait until one is connected: nothing is finished, and nothing that was answered is lost"
     expected = {
         f"database standbys: none synchronous, of 0 connected; {waits}",
         "database hosts: 1 of 2 answer; nothing can take over from the others; check it",

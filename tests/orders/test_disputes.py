@@ -7,6 +7,7 @@ from datetime import timedelta
 from typing import Any
 from uuid import uuid4
 
+import anyio
 import pytest
 from sqlalchemy import text
 from sqlalchemy.orm import Session
@@ -120,7 +121,7 @@ def test_one_that_names_another_tenants_payment_is_the_one_whose_charge_it_is(
     shop.run()
     set_charge(shop, order, charge)
     monkeypatch.setattr(webhooks, "gateway", gateway)
-    assert webhooks._settled(dispute_of(charge)) == "applied"  # t1's books are not seen
+    assert anyio.run(webhooks._outcome, dispute_of(charge)) == "applied"  # t1's books are not seen
     assert hand_over(shop) == []
     assert noted(shop, charge) == [("t1", order, "needs_response", 400)]
 
@@ -137,12 +138,12 @@ def test_in_one_tenant_it_is_the_payment_that_has_the_charge_and_not_the_one_tha
     set_charge(shop, order, charge)
     monkeypatch.setattr(webhooks, "gateway", gateway)
     if kind == "dispute":
-        assert webhooks._settled(dispute_of(charge)) == "applied"
+        assert anyio.run(webhooks._outcome, dispute_of(charge)) == "applied"
         assert noted(shop, charge) == [("default", order, "needs_response", 400)]
     else:
         made = gateway._connection().client.v1.refunds.create({"payment_intent": charge, "amount": 100}).id
         told = report(made, "succeeded", None, object="refund", charge_id=charge, amount=100)
-        assert webhooks._settled(told) == "applied"
+        assert anyio.run(webhooks._outcome, told) == "applied"
         assert shop.one("SELECT payment_id, status FROM refunds WHERE provider_refund_id = :id", id=made) == (
             order,
             "refunded",
