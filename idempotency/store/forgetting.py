@@ -7,7 +7,7 @@ from typing import Any
 from sqlalchemy import Connection
 
 from . import edits, sweeps
-from .purge import RESTING
+from .purge import BATCH, RESTING
 from .sweeps import THIS_RECORD, Pace, Sweep
 
 # How long a row that was set aside and is no longer due is kept for people to see, in seconds.
@@ -131,4 +131,4 @@ def former_requests(connection: Connection, *, limit: int, pace: Pace = RESTING)
 
 
 def _more(connection: Connection, sweep: Sweep, limit: int, pace: Pace, **bounds: Any) -> bool:
-    return sweeps.run(connection, sweep, bounds, limit=limit, pace=pace)[1]
+    return sweeps.run(connection, sweep, bounds, limit=limit, batch=min(limit, BATCH), pace=pace)[1]

@@ -20,7 +20,7 @@ import pytest
 import redis
 from celery import Celery
 from kombu import Queue
-from sqlalchemy import Connection, Engine, create_engine, text
+from sqlalchemy import Engine, create_engine, text
 from sqlalchemy.engine import make_url
 
 import services
@@ -359,12 +359,6 @@ def test_an_address_that_lacks_its_password_is_reported(configured: Celery, envi
     configured.conf.idempotency_database_url = str(url)
     (refused,) = [finding for finding in doctor(configured) if finding.subject == "database"]
     assert (refused.level, refused.found) == (Level.REFUSAL, "unreachable: the address has no password")
-
-
-def test_what_a_crash_would_empty_is_refused(configured: Celery, connection: Connection) -> None:
-    connection.exec_driver_sql("ALTER TABLE idempotency.outbox SET UNLOGGED")
-    found = [f"{each.subject}: {each.found}" for each in doctor(configured) if each.level is Level.REFUSAL]
-    assert "database table outbox: UNLOGGED" in found  # and from Postgres 15 on, the sequence of its ids
 
 
 def spoil(address: str, fault: str) -> str:

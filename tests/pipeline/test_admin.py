@@ -21,7 +21,6 @@ from sqlalchemy.engine import make_url
 from starlette.concurrency import run_in_threadpool
 
 import services
-from api import health
 from api.callers import Callers
 from api.operators import SUMMARY, Refusals, network_of
 from idempotency.application import close_runtime
@@ -411,23 +410,6 @@ def test_only_without_postgres_no_request_can_be_accepted(
     assert all(parts[name]["ok"] for name in {"postgres", "redis", "broker"} - {part})
     assert "secret" not in answer.text
     assert admin.ask("GET", "/livez", None).status_code == 200
-
-
-def test_what_is_not_needed_holds_up_no_probe(admin: Admin, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Statements about the backlog that are slow, or wait for a lock."""
-    monkeypatch.setattr(health, "DEADLINE_OF_WORK", 0.5)
-    with admin.engine.connect() as connection:
-        connection.execute(text("BEGIN"))
-        connection.execute(text("LOCK TABLE idempotency.outbox"))
-        # `ask` waits for the threads of its event loop
-        release = threading.Timer(2.0, lambda: connection.execute(text("ROLLBACK")))
-        release.start()
-        answer = admin.ask("GET", "/readyz", None)
-        release.join()
-    assert answer.status_code == 200
-    assert {answer.json()["parts"][name]["detail"] for name in ("broker", "relay", "consumers")} == {
-        "not known within 0.5 s"
-    }
 
 
 def test_without_postgres_a_request_is_answered_503_and_nothing_is_known(

@@ -264,3 +264,9 @@ def test_a_queue_on_fewer_nodes_than_three_is_named_with_what_it_may_lose(
     assert [each.found for each in found] == [f"x-quorum-initial-group-size is {members}, need 3 or none"]
     assert [each.level for each in found] == [Level.WARNING]
     assert loses in str(found[0])
+
+
+def test_what_a_crash_would_empty_is_refused(configured: Celery, connection: Connection) -> None:
+    connection.exec_driver_sql("ALTER TABLE idempotency.outbox SET UNLOGGED")
+    found = [f"{each.subject}: {each.found}" for each in doctor(configured) if each.level is Level.REFUSAL]
+    assert "database table outbox: UNLOGGED" in found  # and from Postgres 15 on, the sequence of its ids
