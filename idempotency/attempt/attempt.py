@@ -188,8 +188,7 @@ class Attempt:
         if names := self.passed_over("done"):
             raise Unfinished(f"effect {names}: happened in an earlier attempt, and this one did not come to it")
         settings, retention = self.runtime.settings, self.policy.retention_completed
-        self.writes.flush()  # first: if it raises, no large result has been put
-        text = self.runtime.stored_result(result)
+        text = self.runtime.stored_result(result, before_put=self.writes.flush)
         self.before_end()
         self.writes.finish(
             lambda c: ends.complete(

@@ -9,7 +9,7 @@ import math
 import os
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -182,8 +182,10 @@ class Runtime:
             connections.act_for(connection, tenants)
             yield connection
 
-    def stored_result(self, result: Any) -> str:
+    def stored_result(self, result: Any, *, before_put: Callable[[], object] = lambda: None) -> str:
         """A result as its record keeps it. A large one is put where `large_results_at` says, before the commit that refers to it.
+
+        `before_put` is called before it is put, so that what it raises leaves nothing there.
 
         Raises `InvalidResult`, and `ResultNotKept` while that place does not take it: however long that lasts, it is no failure of
         the operation. One that has just failed is not asked by others, each of which would hold its locks meanwhile.
@@ -197,6 +199,7 @@ class Runtime:
             raise objects.ResultNotKept(
                 _objects_pause(), f"the place of large results has failed, and is left alone for {left:.0f} s"
             )
+        before_put()
         try:
             kept = objects.keep(store, text)
         except SoftTimeLimitExceeded:

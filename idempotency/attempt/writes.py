@@ -121,6 +121,7 @@ class FencedWrites:
             framework().after_commit(self._session)
 
     def flush(self) -> None:
+        """Write what the session has not written yet; nothing if there is none."""
         if self._session is not None:
             self._session.flush()
 

@@ -156,8 +156,10 @@ def check_broker(app: Celery) -> list[Finding]:
 
 
 def _leaders(app: Celery) -> list[Finding]:
-    """The queues that exist and take and give nothing: their leaders do not answer. Each is asked over a connection of its own, since
-    RabbitMQ closes one over which it cannot."""
+    """The queues whose leaders do not answer: nothing is published to them or delivered from them.
+
+    Each is asked over a connection of its own, because RabbitMQ closes one on which it cannot answer.
+    """
     findings = []
     queues = list(app.amqp.queues.values())
     for queue in [*queues, *dead_letter_queues(queues)]:
@@ -167,7 +169,7 @@ def _leaders(app: Celery) -> list[Finding]:
         except ChannelError:
             pass  # it is not there, or this user may not ask
         except BROKER_ERRORS:
-            advice = "where most of its members are away, a queue takes and gives nothing: rabbitmq-queues quorum_status says which"
+            advice = "nothing is published to a queue or delivered from it while most of its members are away: rabbitmq-queues quorum_status"
             findings.append(refusal(f"queue {queue.name}", "its leader does not answer", advice))
         finally:
             connection.collect()  # without a handshake, which such a broker may not answer either

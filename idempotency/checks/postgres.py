@@ -47,7 +47,7 @@ WHERE relnamespace IN (to_regnamespace(:schema), to_regnamespace(:partitions)) A
   AND relname <> ALL(:are_so)
 ORDER BY relname
 """)
-# Made so: whoever waits asks again.
+# By design: after a crash, whoever still waits asks again.
 _ARE_UNLOGGED = ["waiters"]
 
 _OURS = text("""

@@ -23,18 +23,16 @@ class SharedBrokers(ExitStack):
 
     def __init__(self) -> None:
         super().__init__()
-        self._queues: dict[str, str] = {}  # a name, and the cell that has made it
-        self._names: dict[
-            tuple[str, str], str
-        ] = {}  # what the broker of a cell says, where this user may make no queue
+        # The cells that have made a queue, by its name; and those whose users may make none, by what their brokers say of themselves.
+        self._queues: dict[str, str] = {}
+        self._names: dict[tuple[str, str], str] = {}
 
     def check(self, app: Celery, cell: str) -> list[Finding]:
         """Whether the cell that is served has the broker of one before it; nothing if its broker does not answer."""
         with suppress(*BROKER_ERRORS):
             if app.connection_for_write().transport.driver_type == "amqp":
-                return self._compared(
-                    self.enter_context(connect(app.connection_for_write, connect_timeout=TIMEOUT)), cell
-                )
+                connection = self.enter_context(connect(app.connection_for_write, connect_timeout=TIMEOUT))
+                return self._compared(connection, cell)
         return []
 
     def _compared(self, connection: Connection, cell: str) -> list[Finding]:
@@ -42,8 +40,8 @@ class SharedBrokers(ExitStack):
             if _has(connection, queue):
                 return [refusal("broker", f"is that of {other}, too, by another address", ADVICE)]
         names = (str(connection.connection.server_properties.get("cluster_name")), connection.virtual_host or "/")
-        if other := self._names.get(names, ""):
-            found = f"may be that of {other}, too: its cluster and its virtual host have the same names"
+        if names in self._names:
+            found = f"may be that of {self._names[names]}, too: its cluster and its virtual host have the same names"
             return [warning("broker", found, "this user may not find out; compare the addresses")]
         queue = f"{DOCTOR}{uuid4().hex}"
         try:

@@ -160,7 +160,9 @@ def _followers(primary: Any, standbys: Iterable[tuple[str, Any]]) -> Iterator[Fi
             confirms = bool(primary.synchronous) and (row.name is None or row.name in primary.synchronous)
             found = f"{host} is a standby with fsync {row.fsync}, need on"
             if confirms:
-                advice = "no disk of its own has what it confirms: a crash of both machines may lose what was answered"
+                advice = (
+                    "it confirms commits that are not on its disk: a crash of both machines may lose what was answered"
+                )
                 yield refusal(HOSTS, found, advice)
             else:
                 yield warning(HOSTS, found, "a crash of its machine may spoil what it has")

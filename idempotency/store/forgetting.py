@@ -8,7 +8,7 @@ from sqlalchemy import Connection
 
 from . import edits, sweeps
 from .purge import BATCH, RESTING
-from .sweeps import THIS_RECORD, Pace, Sweep
+from .sweeps import THIS_RECORD, Pace, Sweep, deletes
 
 # How long a row that was set aside and is no longer due is kept for people to see, in seconds.
 REMEMBER = 86400.0
@@ -28,9 +28,7 @@ EVENTS = Sweep(
     order="r.received_at",
     one="r.id = %(id)s",
     id="r.id::text",
-    then="""
-, forgotten AS (DELETE FROM idempotency.saga_events e USING due WHERE e.id = due.id RETURNING 1)
-SELECT (SELECT count(*) FROM forgotten)""",
+    then=deletes("saga_events"),
 )
 
 # What an observer has noted, also of a process whose end it never saw; and sagas that were cancelled before they were enqueued.
@@ -46,9 +44,7 @@ OBSERVED = Sweep(
     order="r.updated_at",
     one="r.id = %(id)s",
     id="r.id::text",
-    then="""
-, forgotten AS (DELETE FROM idempotency.sagas g USING due WHERE g.id = due.id RETURNING 1)
-SELECT (SELECT count(*) FROM forgotten)""",
+    then=deletes("sagas"),
 )
 
 # With their attempts. One that waits stays, however old, and so does one that a person may replay; one that is just being
@@ -65,9 +61,7 @@ DELIVERIES = Sweep(
     order="r.ended_at",
     one="r.id = %(id)s",
     id="r.id",
-    then="""
-, forgotten AS (DELETE FROM idempotency.webhook_deliveries w USING due WHERE w.id = due.id RETURNING 1)
-SELECT (SELECT count(*) FROM forgotten)""",
+    then=deletes("webhook_deliveries"),
 )
 
 # What requests were before a person has edited them, of operations that are purged.
@@ -84,12 +78,10 @@ FORMER = Sweep(
     order="r.tenant, r.task, r.key, r.fingerprint",
     one=f"{THIS_RECORD} AND r.fingerprint = %(id)s",
     id="md5(ARRAY[r.tenant, r.task, r.key, r.fingerprint]::text)",
-    then="""
-, forgotten AS (
-    DELETE FROM idempotency.former_fingerprints f USING due
-    WHERE (f.tenant, f.task, f.key, f.fingerprint) = (due.tenant, due.task, due.key, due.id) RETURNING 1
-)
-SELECT (SELECT count(*) FROM forgotten)""",
+    then=deletes(
+        "former_fingerprints",
+        "(gone.tenant, gone.task, gone.key, gone.fingerprint) = (due.tenant, due.task, due.key, due.id)",
+    ),
 )
 
 # The time of the last alert matters only for its interval; that of the report, for a week.

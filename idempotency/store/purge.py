@@ -15,7 +15,7 @@ from sqlalchemy import Connection, Row
 from ..wire.keys import HTTP_TASK
 from . import sweeps
 from .stream_places import IS_SHOWN
-from .sweeps import RECORD_ID, THIS_RECORD, Pace, Sweep
+from .sweeps import RECORD_ID, THIS_RECORD, Pace, Sweep, deletes
 
 # A record that must stay is looked at again after an hour, so that it does not cost every pass something. Seconds.
 KEEP = 3600.0
@@ -91,11 +91,7 @@ REQUESTS = Sweep(
     order="r.updated_at",
     one=THIS_RECORD,
     id=RECORD_ID,
-    then="""
-, purged AS (
-    DELETE FROM idempotency.records r USING due d WHERE (r.tenant, r.task, r.key) = (d.tenant, d.task, d.key) RETURNING 1
-)
-SELECT (SELECT count(*) FROM purged)""",
+    then=deletes("records", "(gone.tenant, gone.task, gone.key) = (due.tenant, due.task, due.key)"),
 )
 
 # Those that have begun something are ended one by one in Python, so that a person sees them. `recover` has released those
@@ -179,9 +175,7 @@ LETTERS = Sweep(
     order="r.closed_at",
     one="r.id = %(id)s",
     id="r.id::text",
-    then="""
-, purged AS (DELETE FROM idempotency.dead_letters d USING due WHERE d.id = due.id RETURNING 1)
-SELECT (SELECT count(*) FROM purged)""",
+    then=deletes("dead_letters"),
 )
 
 # In partitions: what its partition has not taken away by then.

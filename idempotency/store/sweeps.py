@@ -108,6 +108,13 @@ class Sweep:
         )
 
 
+def deletes(table: str, this: str = "gone.id = due.id") -> str:
+    """`Sweep.then` for rows that are deleted, and nothing else."""
+    return f"""
+, deleted AS (DELETE FROM idempotency.{table} gone USING due WHERE {this} RETURNING 1)
+SELECT (SELECT count(*) FROM deleted)"""
+
+
 def _nothing() -> None:
     """Ignore progress: the default."""
 

@@ -111,7 +111,7 @@ def test_without_a_tenant_no_row_of_another_cells_tenant_is_written(
 def test_the_doctor_finds_one_virtual_host_by_two_addresses(
     serve: Serve, cells: Cells, servers: services.Services, may_make_queues: bool
 ) -> None:
-    """Another node of one cluster, or a Service beside a host. Whoever may make no queue of his own cannot be sure."""
+    """Another node of one cluster, or a Service beside a host. A user who may not declare a queue cannot be sure."""
     address = urlsplit(cells["eu"]["broker_url"])
     url = address.geturl()
     if not may_make_queues:

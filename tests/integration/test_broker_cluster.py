@@ -14,6 +14,7 @@ from idempotency.broker.channel import BrokerChannel
 from idempotency.checks.broker import check_broker
 from idempotency.checks.findings import Level
 from idempotency.errors import BrokerUnavailable
+from idempotency.queues import dead_letter_queues
 from idempotency.relay.relay import Relay
 from services import cluster, packages
 from services.cluster_rabbitmq import RabbitMQTrio
@@ -157,3 +158,23 @@ def test_a_node_that_is_cut_off_serves_nobody_until_it_finds_the_others(
         eventually(lambda: ready(bank, queue) == 2, timeout=PATIENCE, what="both are in the queue")
     finally:
         relay.close()
+
+
+def test_the_doctor_says_that_the_leader_of_a_queue_does_not_answer(
+    queue: str, trio: RabbitMQTrio, configured: Celery
+) -> None:
+    """Of one whose only member is on a node that is down; the other nodes answer."""
+    declared = configured.amqp.queues[queue]
+    declared.queue_arguments["x-quorum-initial-group-size"] = 1
+    with configured.connection_for_write() as connection:
+        for each in [declared, *dead_letter_queues([declared])]:
+            each(connection.default_channel).declare()
+
+    def refused() -> list[tuple[str, str]]:
+        return [(each.subject, each.found) for each in check_broker(configured) if each.level is Level.REFUSAL]
+
+    assert refused() == []
+    leader = trio.members(queue).leader
+    assert leader is not None
+    trio.node(leader).kill()
+    eventually(lambda: (f"queue {queue}", "its leader does not answer") in refused(), what="it is named")

@@ -1,4 +1,4 @@
-"""A place that refuses one result for good, and attempts whose results nobody will need."""
+"""A place that refuses one result for good, and attempts that put no result because they do not commit."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ROUNDS = 40
 
 
 class Limited(Files):
-    """A place with a limit of its own, as a gateway in front of a bucket has."""
+    """A place with a size limit of its own, such as a gateway in front of a bucket."""
 
     def put(self, name: str, data: bytes) -> None:
         if len(data) > 300 * 1024:
