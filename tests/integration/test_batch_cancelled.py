@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 from celery import Celery
-from sqlalchemy import Engine, text
+from sqlalchemy import Connection, Engine, text
 
 from idempotency import IdempotentTask
 from idempotency.upkeep import maintenance
+from tests.integration.test_batch import queued
 from tests.support import batched, crashing
 from tests.support.bank import record_failure
 from tests.support.processes import Processes, Worker, eventually
@@ -36,6 +37,11 @@ def post_each(self: IdempotentTask, account: str, how: str = "") -> Any:
 
 @app.task(name="cancelled.post_together", **ONCE)
 def post_together(self: IdempotentTask, account: str, how: str = "") -> Any:
+    return batched.post(self, account, how)
+
+
+@app.task(name="cancelled.post_often", batch_commit="each", **{**ONCE, "max_attempts": None})
+def post_often(self: IdempotentTask, account: str, how: str = "") -> Any:
     return batched.post(self, account, how)
 
 
@@ -87,7 +93,7 @@ def test_a_batch_that_is_cancelled_keeps_its_attempts(
 
 
 def test_a_later_attempt_of_what_kills_its_process_takes_no_others_with_it(
-    bank: Celery, engine: Engine, processes: Processes, relays: Any
+    bank: Celery, engine: Engine, connection: Connection, processes: Processes, relays: Any
 ) -> None:
     """The relay sends it as a new message, which the broker does not mark as redelivered."""
 
@@ -95,16 +101,21 @@ def test_a_later_attempt_of_what_kills_its_process_takes_no_others_with_it(
         with engine.connect() as connection:
             return {row.key: (row.status, row.attempts) for row in connection.execute(RECORDS)}
 
-    batched.post_each.delay("killer", "kill")
-    worker = processes.worker("--concurrency", "1", app="tests.support.batched")
+    post_often.delay("killer", "kill")
+    worker = processes.worker("--concurrency", "1", app=NAME)
     eventually(lambda: "batch_lost" in worker.log, what="its first delivery has killed the process")
+    # the broker brings it again at once; while its lease lasts, that is a duplicate
+    counted = text("SELECT duplicates FROM idempotency.records WHERE key = 'killer'")
+    eventually(
+        lambda: connection.execute(counted).scalar_one() > 0 and queued(bank) == 0, what="the redelivery is gone"
+    )
     worker.terminate()
     worker.process.wait(30)
     eventually(lambda: maintenance.recover(bank) or found()["killer"][0] == "released", what="released")
     assert relays().run_once().published == 1
     others = {f"e{number}" for number in range(5)}
     for account in others:
-        batched.post_each.delay(account)
-    second = processes.worker("--concurrency", "1", app="tests.support.batched")
+        post_often.delay(account)
+    second = processes.worker("--concurrency", "1", app=NAME)
     eventually(lambda: others <= {key for key, row in found().items() if row == ("completed", 1)}, what="done at once")
     assert "many=6" not in second.log
