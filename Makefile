@@ -216,7 +216,7 @@ bench: .venv/ready ## compare with plain Celery and what else there is; ONLY=uni
 		--no-build-isolation --constraint constraints.txt --editable '.[bench]')
 	@$(VENV)/python -m benchmarks $(if $(or $(ONLY),$(QUICK)),--only $(or $(ONLY),$(quick))) $(if $(QUICK),--rounds 3 --messages 400 --records 1000000) $(ARGS)
 
-soak: .venv/ready ## a long run under load: slopes of memory, files, connections, tables, queues; OPERATIONS=1000000; CLUSTER=1: through clusters that fail over
+soak: .venv/ready ## a long run under load: slopes of memory, files, connections, tables, queues; OPERATIONS=1000000; CLUSTER=1: through clusters that fail over; ARGS='--plot DIR'
 	@$(VENV)/python -m benchmarks.soak $(if $(CLUSTER),--cluster) --operations $(or $(OPERATIONS),1000000) $(ARGS)
 
 capacity: .venv/ready ## what an operation costs each component, and what very many need: rewrites docs/capacity.md; OPERATIONS=10000 WAITING=10000000

@@ -22,12 +22,8 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from functools import partial
-from itertools import pairwise
-from math import sqrt
 from pathlib import Path
-from statistics import linear_regression, mean
 from typing import Annotated, NoReturn, TypeVar
 
 import psutil
@@ -37,7 +33,6 @@ from amqp.exceptions import AMQPError
 from kombu.exceptions import OperationalError as BrokerError
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 from sqlalchemy import Engine, TextClause, create_engine, text
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session
@@ -47,6 +42,8 @@ from idempotency.store import dead_letters, discards, schema
 from services import ServiceError, cluster
 
 from .failovers import Failovers
+from .report import is_installed
+from .slopes import COUNTED, WARM, Series, drawn, shown
 
 T = TypeVar("T")
 QUEUES, DATABASE = ("unique", "batch"), "soak"
@@ -58,12 +55,6 @@ IN_FLIGHT, ACCEPTED = 4000, 500
 LEAST = 600.0
 # Seconds without a new row.
 STUCK = 180.0
-# The share of the run that is not looked at: caches fill, and the first purge is yet to come.
-WARM = 1 / 3
-# What counts as a rise, and how many samples after the warm-up it takes to say that there is none.
-ERRORS, SHARE, COUNTED = 3.0, 0.05, 20
-# Of two residuals that follow each other, as far as it counts: then twenty samples are worth one.
-MOST_CORRELATED = 0.9
 MB = 1024 * 1024
 
 NOTHING_WRONG = "lost=0 doubled=0 misreported=0"
@@ -81,48 +72,6 @@ _ROWS = text("SELECT count(*) FROM jobs")
 LOOK = 3.0
 # Seconds for which a question waits for a server that is being replaced.
 PATIENCE = 120.0
-
-
-@dataclass
-class Series:
-    """One quantity, over operations in millions."""
-
-    unit: str
-    # what it may have more than before without being called rising: a pool keeps a connection that it has needed once
-    spare: float = 0.0
-    done: list[float] = field(default_factory=list)
-    values: list[float] = field(default_factory=list)
-
-    def add(self, done: int, value: float) -> None:
-        self.done.append(done / 1e6)
-        self.values.append(value)
-
-    def slope(self) -> tuple[float, float]:
-        """By least squares, after the warm-up, and its standard error: units per million operations.
-
-        What rises and falls over many samples, as dead rows do between two vacuums, says less than as many samples that
-        know nothing of each other: the error grows with the correlation of each residual with the next one.
-        """
-        done, values = self._counted()
-        if len(done) < 4:
-            return 0.0, float("inf")
-        slope, intercept = linear_regression(done, values)
-        residuals = [y - slope * x - intercept for x, y in zip(done, values, strict=True)]
-        squares = sum(each**2 for each in residuals)
-        spread = sum((x - mean(done)) ** 2 for x in done)
-        following = sum(former * later for former, later in pairwise(residuals)) / squares if squares else 0.0
-        correlation = min(max(following, 0.0), MOST_CORRELATED)
-        return slope, sqrt(squares / (len(done) - 2) / spread * (1 + correlation) / (1 - correlation))
-
-    def rises(self) -> bool:
-        done, values = self._counted()
-        slope, error = self.slope()
-        rise = slope * (done[-1] - done[0])
-        return slope > ERRORS * error and rise > max(SHARE * max(mean(values), 1.0), self.spare)
-
-    def _counted(self) -> tuple[list[float], list[float]]:
-        first = int(len(self.done) * WARM)
-        return self.done[first:], self.values[first:]
 
 
 class Soak:
@@ -229,8 +178,16 @@ def main(
     least: Annotated[
         float | None, typer.Option("--seconds", min=0, help="At least so long. Default: 600 for a cluster, else 0.")
     ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(file_okay=False, help="A directory for soak.png, soak.svg and their samples, soak.json."),
+    ] = None,
 ) -> None:
     """Run so many operations, and print the slope of each quantity."""
+    if plot is not None and not is_installed("matplotlib"):
+        raise typer.BadParameter(
+            "needs matplotlib: .venv/bin/python -m pip install --editable '.[bench]'", param_hint="--plot"
+        )
     # however this process is asked to end, the worker and the relay end with it
     signal.signal(signal.SIGTERM, _interrupt)
     with ExitStack() as stack:
@@ -267,7 +224,9 @@ def main(
         finally:
             soak.close()
         seconds = time.monotonic() - began
-    rising = _show(soak.series)
+    rising = shown(soak.series, console)
+    if plot is not None:
+        drawn(soak.series, plot)
     slopes = " ".join(f"{name}={slope:+.4g}±{error:.2g}" for name, slope, error in rising.slopes)
     of_cluster = ""
     if failovers is not None:
@@ -390,29 +349,6 @@ def compared(operations: int, failing: set[int], with_rows: set[int], twice: int
     # a letter of an operation that had to succeed, or a row of a number that was never accepted
     misreported = len(letters - expected) + len(with_rows - asked)
     return f"lost={lost} doubled={twice + len(failing & with_rows)} misreported={misreported}"
-
-
-@dataclass(frozen=True)
-class Rising:
-    """Those that rise, and of all of them name, slope and standard error."""
-
-    names: list[str]
-    slopes: list[tuple[str, float, float]]
-
-
-def _show(series: dict[str, Series]) -> Rising:
-    table = Table("", "first counted", "last", "slope per million", "standard error", "")
-    slopes, names = [], []
-    for name, each in series.items():
-        slope, error = each.slope()
-        slopes.append((name, slope, error))
-        if each.rises():
-            names.append(name)
-        first = each.values[int(len(each.values) * WARM)]
-        shown = f"{slope:+.4g} {each.unit}", f"{error:.2g}", "rises" if name in names else "flat"
-        table.add_row(name, f"{first:.1f}", f"{each.values[-1]:.1f}", *shown)
-    console.print(table)
-    return Rising(names, slopes)
 
 
 def _interrupt(*_: object) -> NoReturn:

@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from benchmarks.soak import NOTHING_WRONG, Series, compared, too_short
+from benchmarks.slopes import Series
+from benchmarks.soak import NOTHING_WRONG, compared, too_short
 
 
 def measured(base: float, per_million: float, noise: float) -> Series:
