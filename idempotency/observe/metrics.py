@@ -52,7 +52,11 @@ stream_partitions_lost: Counter
 attempt_seconds: Histogram
 phase_seconds: Histogram
 
+# Codes with a series of their own, in one process. An application may have put an id into one; the rest count as `OTHER`.
+CODES, OTHER = 100, "other"
+
 _lock = threading.Lock()
+_codes: set[str] = set()
 _made: _Metrics | _NoMetrics | None = None
 
 
@@ -206,7 +210,9 @@ def __getattr__(name: str) -> Any:
 
 def count_failed(task: str, code: str) -> None:
     """Count a failed operation."""
-    _metrics().failed.labels(task, code).inc()
+    if len(_codes) < CODES:
+        _codes.add(code)
+    _metrics().failed.labels(task, code if code in _codes else OTHER).inc()
     if code == "effect_unknown":
         _metrics().unknown_effects.labels(task).inc()
 
