@@ -125,7 +125,7 @@ def show_letter(
     with runtime_of(celery).autocommit() as connection:
         fields = dead_letters.show(connection, letter)._asdict()
         fields |= kept_at(fields["headers"])
-        if (request := discards.pending_request(connection, letter)) is not None:
+        if (request := discards.shown_request(connection, letter)) is not None:
             fields |= {f"discard_{name}": value for name, value in request._asdict().items()}
     if as_json:
         print_json(fields)

@@ -45,7 +45,7 @@ def archive(app: Celery, letter: int, change: Change) -> None:
             )
         if (row := discards.lock(connection, letter)) is None:
             raise ChangeRefused(f"dead letter {letter}: already {dead_letters.show(connection, letter).status}")
-        if (asked := discards.requested(connection, letter)) is not None and asked.approved_by is None:
+        if (asked := discards.pending_request(connection, letter)) is not None:
             raise ChangeRefused(
                 f"dead letter {letter}: {asked.requested_by!r} has asked to discard it; another person, an approver or admin, can approve"
             )

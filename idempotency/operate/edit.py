@@ -169,7 +169,7 @@ def _locked(app: Celery, connection: Connection, letter: int) -> Row[Any]:
         raise ChangeRefused(f"dead letter {letter}: already {dead_letters.show(connection, letter).status}")
     if (archived := archive.in_the_way(connection, letter)) is not None:
         raise ChangeRefused(f"dead letter {letter}: {archived}")
-    if (asked := discards.requested(connection, letter)) is not None and asked.approved_by is None:
+    if (asked := discards.pending_request(connection, letter)) is not None:
         raise ChangeRefused(f"dead letter {letter}: {asked.requested_by!r} has asked to discard it")
     _check_kind(app, connection, row)
     return row

@@ -38,8 +38,11 @@ FROM idempotency.discards WHERE letter = %(letter)s
 """
 
 _MAY_LOOK = "SELECT has_table_privilege('idempotency.discards', 'SELECT')"
+# A request for what the letter was before it became another asks for nothing any more.
 _PENDING = """
-SELECT requested_by, requested_at, reason FROM idempotency.discards WHERE letter = %(letter)s AND approved_by IS NULL
+SELECT requested_by, requested_at, d.reason FROM idempotency.discards d JOIN idempotency.dead_letters l ON l.id = d.letter
+WHERE d.letter = %(letter)s AND approved_by IS NULL
+  AND (letter_reason, letter_generation) IS NOT DISTINCT FROM (l.reason, l.generation)
 """
 
 _LOCK = "SELECT * FROM idempotency.dead_letters WHERE id = %(letter)s AND status = 'open' FOR UPDATE"
@@ -119,10 +122,13 @@ def requested(connection: Connection, letter: int) -> Row[Any] | None:
 
 
 def pending_request(connection: Connection, letter: int) -> Row[Any] | None:
-    """Who has asked to discard a letter, when and why, for the person who approves; None: nobody, or this role may not look."""
-    if not connection.exec_driver_sql(_MAY_LOOK).scalar_one():
-        return None
+    """Who has asked to discard a letter as it is now, when and why; None if nobody has, or another person has approved."""
     return connection.exec_driver_sql(_PENDING, {"letter": letter}).one_or_none()
+
+
+def shown_request(connection: Connection, letter: int) -> Row[Any] | None:
+    """The same for whoever looks at the letter; None, too, for a role that may not see requests."""
+    return pending_request(connection, letter) if connection.exec_driver_sql(_MAY_LOOK).scalar_one() else None
 
 
 def lock(connection: Connection, letter: int) -> Row[Any] | None:

@@ -76,7 +76,7 @@ def _shown(request: Request, letter: int, *, status: int = 200, **more: Any) -> 
         row = letter_of(request, connection, letter)
         id = None if None in (row.tenant, row.task, row.key) else OperationId(row.tenant, row.task, row.key)
         operation = None if id is None else operations.operation(connection, id)
-        request_to_discard = discards.pending_request(connection, letter)
+        request_to_discard = discards.shown_request(connection, letter)
         found = to_confirm(connection, [letter]) if row.status == "open" else []
         to_edit = [each for each in found if each.was == "to_be_edited"]
         warnings = [each for each in found if each not in to_edit]

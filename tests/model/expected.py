@@ -119,7 +119,13 @@ class Letter:
     digest: tuple[Any, ...] | None = None
     status: str = "open"
     old: bool = False
-    asked_by: str | None = None
+    # who has asked to discard it, and as what
+    asked: tuple[str, str, int | None] | None = None
+
+    @property
+    def asked_by(self) -> str | None:
+        """Who has asked to discard it as it is now."""
+        return self.asked[0] if self.asked is not None and self.asked[1:] == (self.reason, self.generation) else None
 
     def shown(self) -> tuple[Any, ...]:
         return (self.id, self.fingerprint, self.reason, self.source, self.generation, self.status, self.old)

@@ -185,7 +185,7 @@ class People(Claims):
         with refused(not may, DiscardRefused), self.transaction() as connection:
             discard.request(connection, Person(person, "operator"), number, "not worth it")
         if may:
-            letter.asked_by = person
+            letter.asked = (person, letter.reason, letter.generation)
 
     def _discard(self, number: int, person: str) -> None:
         letter = self.letters[number]

@@ -153,6 +153,20 @@ def test_what_a_request_was_before_an_edit_is_forgotten_with_its_operation(machi
     assert [letter.reason for letter in machine.letters.values() if letter.status == "open"] == ["fingerprint_mismatch"]
 
 
+def test_a_request_to_discard_is_of_what_the_letter_was(machine: Machine) -> None:
+    """It died as a task that is not known, someone asks to discard it, and a later copy of its message is refused as a whole."""
+    run(
+        machine,
+        lambda: machine.enqueue(ACME, 1, later=False, sent=True),
+        lambda: machine.give_up(ACME, 1, 0, unknown=True),
+        lambda: machine.discard(0, asks=True, approves=None),
+        lambda: machine.give_up(ACME, 1, 0, unknown=False),
+        lambda: machine.edit(0),
+        lambda: machine.discard(0, asks=True, approves="bo"),
+    )
+    assert [letter.status for letter in machine.letters.values()] == ["discarded"]
+
+
 # ---------------------------------------------------------------- all the others
 
 
