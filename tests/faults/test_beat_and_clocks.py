@@ -91,7 +91,7 @@ class Beats:
                 beat.wait(30)
             except subprocess.TimeoutExpired:
                 beat.kill()
-                beat.wait(10)
+                beat.wait(60)
         self._running.clear()
         self._logs.clear()
 

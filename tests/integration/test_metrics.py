@@ -48,7 +48,7 @@ def endpoint(directory: Path, *options: str, **environment: str) -> Iterator[str
         yield f"http://127.0.0.1:{port}/metrics"
     finally:
         process.terminate()
-        assert process.wait(10) == 0
+        assert process.wait(60) == 0
         process.stdout.close()
 
 

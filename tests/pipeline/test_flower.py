@@ -61,7 +61,7 @@ def flower(environment: dict[str, str]) -> Iterator[str]:
         yield url
     finally:
         process.kill()
-        process.wait(10)
+        process.wait(60)
 
 
 def answers(url: str) -> bool:

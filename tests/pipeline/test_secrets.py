@@ -48,9 +48,9 @@ def running(environment: Mapping[str, str], log: Path, *command: str) -> Iterato
     finally:
         process.terminate()
         with suppress(subprocess.TimeoutExpired):
-            process.wait(10)
+            process.wait(60)
         process.kill()
-        process.wait(10)
+        process.wait(60)
 
 
 def operator(environment: Mapping[str, str], what: str) -> str:

@@ -41,7 +41,7 @@ def running() -> Iterator[str]:
         yield f"http://127.0.0.1:{port}"
     finally:
         process.kill()
-        process.wait(10)
+        process.wait(60)
 
 
 if __name__ == "__main__":

@@ -89,7 +89,7 @@ def own_redis(directory: Path, *options: str) -> Iterator[str]:
         yield f"127.0.0.1:{port}"
     finally:
         process.kill()
-        process.wait(10)
+        process.wait(60)
 
 
 # ---------------------------------------------------------------- Redis

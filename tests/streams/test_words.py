@@ -111,10 +111,10 @@ def test_a_kafka_to_try_has_its_topics_until_it_is_stopped() -> None:
         found = AdminClient({"bootstrap.servers": servers}).list_topics(timeout=10).topics
         assert {name: len(each.partitions) for name, each in found.items()} == {"orders": 3, "refunds": 1}
         process.send_signal(signal.SIGTERM)
-        assert process.wait(10) == 0
+        assert process.wait(60) == 0
     finally:
         process.kill()
-        process.wait(10)
+        process.wait(60)
 
 
 @pytest.mark.long

@@ -117,7 +117,7 @@ class Server:
 
     def kill(self) -> None:
         self.process.kill()
-        self.process.wait(10)
+        self.process.wait(60)
 
     def stop(self) -> None:
         """A graceful shutdown."""

@@ -69,7 +69,7 @@ class Pooler:
 
     def __exit__(self, *_: object) -> None:
         self._process.terminate()
-        self._process.wait(10)
+        self._process.wait(60)
         shutil.rmtree(self._directory)
 
     def _answers(self) -> bool:

@@ -62,7 +62,7 @@ class Worker:
         """SIGKILL to the whole worker."""
         with contextlib.suppress(ProcessLookupError):
             self.signal(signal.SIGKILL)
-        self.process.wait(10)
+        self.process.wait(60)
 
     def terminate(self) -> None:
         """SIGTERM to the parent: a warm shutdown."""

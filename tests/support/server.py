@@ -60,7 +60,7 @@ class Server:
         for process in self.processes:
             process.terminate()
         for process in self.processes:
-            process.wait(15)
+            process.wait(60)
         self._socket.close()
         self._log.unlink(missing_ok=True)
 

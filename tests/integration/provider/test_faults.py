@@ -306,7 +306,7 @@ def test_provider_and_mail_run_in_one_process(tmp_path: Path) -> None:
         assert both.stdout is not None
         lines = sorted(both.stdout.readline() for _ in range(2))
         both.terminate()
-        assert both.wait(timeout=10) == 0
+        assert both.wait(timeout=60) == 0
     assert lines[0].startswith("ready http://127.0.0.1:")
     assert lines[1].startswith("ready smtp://127.0.0.1:")
 
