@@ -21,7 +21,7 @@ from ..observe.logs import log
 from ..store import claims, ends, letters
 from ..store import effects as stored_effects
 from ..store.answers import Claimed, Renewal, error_text
-from ..store.statements import describe, where
+from ..store.statements import describe, said_by, where
 from ..wire.delivery import Delivery
 from . import conclusions, effects, refusals, steps
 from .conclusions import Concluded, Undo
@@ -212,7 +212,7 @@ class Attempt:
             self._ask_once_more()
         spent_at = self.claim.spent_at
         is_too_often = spent_at is not None and self.claim.attempts >= spent_at + ON_FAILED_ATTEMPTS
-        described = str(error)
+        described = said_by(error)
         if cause is not None and cause is not error:
             described = describe(cause)
             error.__cause__ = error.__cause__ or cause  # for `on_failed`
@@ -306,7 +306,7 @@ class Attempt:
 
     def close(self) -> None:
         """Stop renewing, drop the hint in Redis and return the connection, however the attempt has ended."""
-        self.runtime.heartbeat.drop(self._holding)
+        self.runtime.heartbeat.drop(self.claim.token)
         if self.has_hint:
             self.runtime.hints.drop(self.claim.id, self.claim.token, self._holding.fingerprint)
         metrics.attempt_seconds.labels(self.claim.id.task).observe(time.monotonic() - self._holding.since)

@@ -25,17 +25,15 @@ from sqlalchemy import Connection
 from sqlalchemy.exc import DBAPIError, IntegrityError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
-from ..errors import LeaseLost
 from ..framework import Framework, framework
 from ..observe import metrics
 from ..observe.crash_points import crash_point
 from ..observe.logs import log
-from ..store import batches, operations
-from ..store.answers import Claimed, Completed, claim_of
+from ..store import batches
+from ..store.answers import Claimed, Completed
 from ..store.statements import describe
 from ..wire.delivery import Delivery
 from ..wire.keys import OperationId
-from .attempt import Attempt
 from .endings import Finished
 from .heartbeat import Holding
 from .policy import Policy
@@ -90,15 +88,16 @@ def run_together(
     done: dict[int, Finished] = {}
     attempts: dict[int, SharingAttempt] = {}
     completed: dict[str, Completed] = {}
+    places = {delivery.id.key: place for place, delivery in enumerate(deliveries)}
+
+    def hold(claim: Claimed) -> None:
+        place = places[claim.id.key]
+        attempts[place] = SharingAttempt(runtime, claim, deliveries[place], policy)
+
     try:
         if type(framework()) is Framework:  # a framework's own connection is in one session at a time
-            claims, completed = _claim_or_answer(runtime, deliveries, tokens)
-            attempts = {
-                place: SharingAttempt(runtime, claim, delivery, policy)
-                for place, delivery in enumerate(deliveries)
-                if (claim := claims.get(delivery.id.key)) is not None
-            }
-            done = _Batch(runtime, attempts, policy, body, ends_at).run()
+            completed = _claim_or_answer(runtime, deliveries, tokens, hold)
+            done = _Batch(runtime, dict(sorted(attempts.items())), policy, body, ends_at).run()
     except SoftTimeLimitExceeded:
         raise
     except Exception as error:
@@ -113,8 +112,8 @@ def run_together(
         answer = Answer(token, finished=done.get(place), completed=completed.get(delivery.id.key))
         if answer.outcome is None:
             # it runs alone, after those before it; if it does not, it is given back by its token
-            claim = attempts[place].claim if place in attempts else None
-            answer = Answer(token, holding=_held(runtime, claim), is_in_doubt=True)
+            holding = _held(runtime, attempts[place].claim) if place in attempts else None
+            answer = Answer(token, holding=holding, is_in_doubt=True)
         answers.append(answer)
     return answers
 
@@ -122,82 +121,83 @@ def run_together(
 def claim_together(runtime: Runtime, deliveries: Sequence[Delivery], tokens: Sequence[str]) -> list[Answer]:
     """Claim these deliveries of one task and tenant, with keys that differ, to be run one after the other.
 
-    The heartbeat renews the claims of those that wait. Raises as `run_together` does; whatever else goes wrong, they are
-    claimed alone.
+    The heartbeat renews the claims of those that wait. Raises as `run_together` does; whatever else goes wrong, what is not
+    known to be claimed is claimed alone.
     """
+    completed: dict[str, Completed] = {}
+    holdings: dict[str, Holding] = {}
+
+    def hold(claim: Claimed) -> None:
+        holdings[claim.id.key] = _held(runtime, claim)
+
+    how, is_in_doubt = "each", False
     try:
-        claims, completed = _claim_or_answer(runtime, deliveries, tokens)
+        completed = _claim_or_answer(runtime, deliveries, tokens, hold)
     except SoftTimeLimitExceeded:
         raise
     except Exception as error:
-        metrics.batches.labels(deliveries[0].id.task, "alone").inc()
+        how, is_in_doubt = "alone", True
         log.warning("batch_not_claimed", task=deliveries[0].id.task, many=len(deliveries), error=describe(error))
-        return [Answer(token, is_in_doubt=True) for token in tokens]
-    metrics.batches.labels(deliveries[0].id.task, "each").inc()
+    metrics.batches.labels(deliveries[0].id.task, how).inc()
     return [
-        Answer(token, completed=completed.get(delivery.id.key), holding=_held(runtime, claims.get(delivery.id.key)))
+        Answer(
+            token,
+            completed=completed.get(delivery.id.key),
+            holding=(holding := holdings.get(delivery.id.key)),
+            is_in_doubt=is_in_doubt and holding is None,
+        )
         for token, delivery in zip(tokens, deliveries, strict=True)
     ]
 
 
-def _held(runtime: Runtime, claim: Claimed | None) -> Holding | None:
-    if claim is None:
-        return None
+def _held(runtime: Runtime, claim: Claimed) -> Holding:
     holding = Holding(claim, claim.fingerprint, runtime.settings.lease)
     runtime.heartbeat.hold(holding)
     return holding
 
 
-def give_back(runtime: Runtime, delivery: Delivery, policy: Policy, answer: Answer) -> None:
-    """Give back a claim under which nothing has run, and do not count it: its message comes again."""
-    claim = _claim_under(runtime, delivery, answer.token) if answer.is_in_doubt else answer.claim
-    if claim is None:
-        return
-    attempt = Attempt(runtime, claim, delivery, policy)
-    try:
-        _release(attempt)
-    finally:
-        attempt.close()
-
-
-def _claim_under(runtime: Runtime, delivery: Delivery, token: str) -> Claimed | None:
-    """The claim under a token whose statement had no answer, if it was made. None also if Postgres does not say."""
-    with suppress(DBAPIError, PoolTimeout), runtime.autocommit(delivery.id.tenant) as connection:
-        record = operations.read_locked(connection, delivery.id)
-        if record is not None and (record.status, record.token) == ("started", token):
-            return claim_of(delivery.id, record)
-    return None
-
-
-def _release(attempt: Attempt) -> None:
-    """Let go, and do not count it: its message comes again. If it has been committed after all, it stays so."""
-    try:
-        attempt.release(delay=0.0, error=None, give_back=True)
-    except (LeaseLost, DBAPIError, PoolTimeout) as error:
-        log.warning("claim_not_given_back", error=type(error).__name__, **attempt.writes.names)
-
-
 def _claim_or_answer(
-    runtime: Runtime, deliveries: Sequence[Delivery], tokens: Sequence[str]
-) -> tuple[dict[str, Claimed], dict[str, Completed]]:
-    """The claims of those that have no record yet, and the answers of those that have been completed, by key."""
+    runtime: Runtime, deliveries: Sequence[Delivery], tokens: Sequence[str], hold: Callable[[Claimed], None]
+) -> dict[str, Completed]:
+    """Claim those that have no record yet, and return the answers of those that have been completed, by key.
+
+    `hold` is called for each claim once it is known to be made, also if this raises.
+    """
     runtime.check_open()
-    id, settings = deliveries[0].id, runtime.settings
-    with metrics.phase(id.task, "claim"), runtime.autocommit(id.tenant) as connection:
-        claims = batches.claim_new(
-            connection,
-            deliveries,
-            tokens,
-            service=settings.service,
-            holder=runtime.holder,
-            lease=settings.lease,
-            horizon=settings.redelivery_horizon,
-        )
-        known = [each for each in deliveries if each.id.key not in claims]
-        completed = batches.completed(connection, known, service=settings.service) if known else {}
-    metrics.claims.labels(id.task).inc(len(claims))
+    id, settings, asked_at = deliveries[0].id, runtime.settings, time.monotonic()
+    claimed: set[str] = set()
+
+    def note(claims: Sequence[Claimed]) -> None:
+        for claim in claims:
+            if claim.id.key not in claimed:
+                claimed.add(claim.id.key)
+                hold(claim)
+
+    try:
+        with metrics.phase(id.task, "claim"), runtime.autocommit(id.tenant) as connection:
+            for some in batches.claim_new(
+                connection,
+                deliveries,
+                tokens,
+                service=settings.service,
+                holder=runtime.holder,
+                lease=settings.lease,
+                horizon=settings.redelivery_horizon,
+            ):
+                note(some)
+            known = [each for each in deliveries if each.id.key not in claimed]
+            completed = batches.completed(connection, known, service=settings.service) if known else {}
+    except SoftTimeLimitExceeded:
+        raise
+    except Exception:
+        # What was claimed without an answer is renewed like the others while it waits, and asked about alone if Postgres is away.
+        with suppress(DBAPIError, PoolTimeout), runtime.autocommit(id.tenant) as connection:
+            note(batches.claimed(connection, deliveries, tokens, asked_at=asked_at))
+        raise
+    finally:
+        metrics.claims.labels(id.task).inc(len(claimed))
     metrics.duplicates.labels(id.task).inc(len(completed))
-    return claims, completed
+    return completed
 
 
 class _Batch:

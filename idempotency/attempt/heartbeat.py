@@ -81,9 +81,10 @@ class Heartbeat:
             if self._thread is None:
                 self._thread = native("start_new_thread")(self._run, ())
 
-    def drop(self, holding: Holding) -> None:
+    def drop(self, token: str) -> None:
+        """Renew no claim under this token any more, if there is one."""
         with self._lock:
-            self._holdings.pop(holding.claim.token, None)
+            self._holdings.pop(token, None)
 
     def stop(self) -> None:
         if self._running.locked():

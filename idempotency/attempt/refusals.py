@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import InvalidResult, PermanentError, StoredRefusal
-from ..store.statements import ERROR_LIMIT
+from ..store.statements import ERROR_LIMIT, said_by
 from ..text import without_values
 from ..wire import results
 
@@ -19,7 +19,7 @@ def recorded(error: PermanentError, generation: int) -> dict[str, Any]:
     kind = type(error)
     refused = {
         "code": error.code,
-        "message": without_values(str(error))[:ERROR_LIMIT],
+        "message": without_values(said_by(error))[:ERROR_LIMIT],
         # so that an `except` of the body catches it in the next attempt, too
         "type": f"{kind.__module__}:{kind.__qualname__}",
         "is_stored": isinstance(error, StoredRefusal),

@@ -79,9 +79,10 @@ def _rounds(
         claimed, is_in_doubt = None, True
         if not isinstance(answer, Claimed):
             return answer
-        attempt = new_attempt(runtime, answer, delivery, policy)
-        delivery = attempt.delivery
+        attempt = None
         try:
+            attempt = new_attempt(runtime, answer, delivery, policy)
+            delivery = attempt.delivery
             if runtime.traces is not None:
                 tracing.note_attempt(runtime.traces, attempt)
             patiently(attempt.prepare)
@@ -93,7 +94,10 @@ def _rounds(
             if isinstance(ending, Release) and ending.ends_process is not None:
                 raise ending.ends_process from None  # recovery does the rest
         finally:
-            attempt.close()
+            if attempt is None:  # interrupted while it was made
+                runtime.heartbeat.drop(answer.token)
+            else:
+                attempt.close()
     raise IdempotencyError(f"{delivery.id.task}: still in doubt after {DOUBT_ROUNDS} rounds")
 
 

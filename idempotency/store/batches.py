@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from sqlalchemy import Connection
 
 from ..wire.delivery import Delivery
+from ..wire.keys import OperationId
 from .answers import Claimed, Completed
 from .ends import RESPONSE_COMPLETED
 from .inserting import CONFLICT, KEYS_AT_ONCE, LOCKED, fitting, is_partitioned, lock_of
@@ -65,6 +66,10 @@ SELECT given.key, {} FROM given CROSS JOIN LATERAL (
 """
 _IS_DONE = "known.status = 'completed' AND known.service = %(service)s AND known.fingerprint = given.fingerprint"
 _COMPLETED = _THERE.format("known.result") + f"WHERE {_IS_DONE}"
+_UNDER_TOKENS = (
+    _THERE.format("known.fence, known.token, known.attempts, known.generation, known.fingerprint")
+    + "WHERE known.status = 'started' AND known.token = ANY(%(tokens)b::text[])"
+)
 _KNOWN = _THERE.format(f"{_IS_DONE} AS is_done")
 
 # Of operations that no one has claimed: what they are known by is committed with what they have done, in one version of the row.
@@ -137,13 +142,14 @@ def claim_new(
     holder: str,
     lease: float,
     horizon: float,
-) -> dict[str, Claimed]:
-    """Claim those of these operations of one task and tenant that have no record yet. Returns the claims by key.
+) -> Iterator[list[Claimed]]:
+    """Claim those of these operations of one task and tenant that have no record yet.
 
     `tokens`: one for each delivery, whose keys must differ. `lease` and `horizon`, which signed messages are not older than, in
-    seconds. On a connection in AUTOCOMMIT mode, of partitions some at a time.
+    seconds. On a connection in AUTOCOMMIT mode, of partitions some at a time: the lease of what is yielded has begun, and the
+    next ones may take longer than that.
     """
-    ids, claims = {each.id.key: each.id for each in deliveries}, dict[str, Claimed]()
+    ids = {each.id.key: each.id for each in deliveries}
     many = most_together(connection, len(deliveries))
     for begin in range(0, len(deliveries), many):
         some, asked_at = deliveries[begin : begin + many], time.monotonic()
@@ -161,22 +167,35 @@ def claim_new(
                 "lease": lease,
             },
         )
-        claims |= {
-            row.key: Claimed(
-                ids[row.key],
-                row.fence,
-                row.token,
-                row.attempts,
-                row.generation,
-                0.0,
-                {},
-                fingerprint=row.fingerprint,
-                has_hint=False,
-                asked_at=asked_at,
-            )
-            for row in rows.fetchall()
-        }
-    return claims
+        yield [_claimed(ids[row.key], row, asked_at) for row in rows.fetchall()]
+
+
+def claimed(
+    connection: Connection, deliveries: Sequence[Delivery], tokens: Sequence[str], *, asked_at: float
+) -> list[Claimed]:
+    """Those of these operations of one task and tenant that are claimed under one of these tokens.
+
+    For a statement whose answer was lost, which was sent at `asked_at`, by this process's monotonic clock; it may still be running.
+    """
+    ids = {each.id.key: each.id for each in deliveries}
+    rows = execute(connection, _UNDER_TOKENS, _named(deliveries, "") | {"tokens": list(tokens)}).fetchall()
+    return [_claimed(ids[row.key], row, asked_at) for row in rows]
+
+
+def _claimed(id: OperationId, row: Any, asked_at: float) -> Claimed:
+    """The first claim of an operation."""
+    return Claimed(
+        id,
+        row.fence,
+        row.token,
+        row.attempts,
+        row.generation,
+        0.0,
+        {},
+        fingerprint=row.fingerprint,
+        has_hint=False,
+        asked_at=asked_at,
+    )
 
 
 def most_together(connection: Connection, many: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,7 +38,9 @@ _FAIL = FINISH.format(
 
 # The next delivery is written by the release itself, so the operation does not depend on a message in the broker. An
 # operation that no message has asked for has none: its caller asks again.
-def _releasing(saga: str = "", of: str = "", delay: str = "%(delay)s", more: str = "") -> str:
+def _releasing(
+    saga: str = "", of: str = "", delay: str = "%(delay)s", more: str = "", mine: str = MINE, said: str = "count(*)"
+) -> str:
     return f"""
 WITH {saga}released AS (
     UPDATE idempotency.records
@@ -49,7 +51,7 @@ WITH {saga}released AS (
         -- to wait, for a provider or a lock, is no error of its own
         first_error = CASE WHEN %(given_back)s = 0 THEN coalesce(first_error, %(error)s) ELSE first_error END,
         updated_at = clock_timestamp(){more}
-    {of}WHERE {MINE}
+    {of}WHERE {mine}
     RETURNING tenant, task, key, fingerprint, message, queue, available_at, generation, service
 ), next_delivery AS (
     INSERT INTO idempotency.outbox
@@ -64,7 +66,7 @@ WITH {saga}released AS (
       AND (o.service = r.service) IS NOT FALSE AND o.origin IN ('retry', 'recover') AND o.status = 'published'
       AND r.message <> '' AND %(deliver)s
 )
-SELECT count(*) FROM released
+SELECT {said} FROM released
 """
 
 
@@ -79,7 +81,18 @@ _UNLESS_CANCELLED = "CASE WHEN saga_status = %(saga_status)s THEN {} ELSE 0 END"
 _UNLESS_WOKEN = "CASE WHEN woken THEN 0 ELSE %(delay)s END"
 _ANEW = ", opened_at = clock_timestamp(), woken = false"
 
+# Claims that nothing was done under, of one task and tenant, by their tokens alone: a statement whose answer was lost may have
+# made some.
+_GIVEN = {
+    "saga": "given AS MATERIALIZED (SELECT * FROM unnest(%(keys)b::text[], %(tokens)b::text[]) AS g(given_key, given_token)), ",
+    "of": "FROM given ",
+    "mine": """tenant = %(tenant)s AND task = %(task)s AND key = ANY(%(keys)b::text[]) AND key = given_key
+        AND status = 'started' AND token = given_token""",
+    "said": "key",
+}
+
 _RELEASE = _releasing()
+_GIVE_BACK = _releasing(**_GIVEN)
 _RELEASE_UNDECIDED = _releasing(delay=_UNLESS_WOKEN, more=_ANEW)
 _RELEASE_SAGA = _releasing(**_OF_SAGA, delay=_UNLESS_CANCELLED.format("%(delay)s"))
 _RELEASE_SAGA_UNDECIDED = _releasing(**_OF_SAGA, delay=_UNLESS_CANCELLED.format(_UNLESS_WOKEN), more=_ANEW)
@@ -179,6 +192,22 @@ def release(
     else:
         statement = _RELEASE_UNDECIDED if is_undecided else _RELEASE
     return bool(execute(connection, statement, mine(claim) | parameters).fetchone()[0])
+
+
+def give_back(connection: Connection, ids: Sequence[OperationId], tokens: Sequence[str]) -> set[str]:
+    """Release operations of one task and tenant that are claimed under these tokens, as with `give_back`. Returns their keys."""
+    parameters = {
+        "tenant": ids[0].tenant,
+        "task": ids[0].task,
+        "keys": [id.key for id in ids],
+        "tokens": list(tokens),
+        "delay": 0.0,
+        "error": None,
+        "given_back": 1,
+        "deliver": True,
+        "after_due": 0.0,
+    }
+    return {row.key for row in execute(connection, _GIVE_BACK, parameters).fetchall()}
 
 
 def forget(connection: Connection, claim: Claimed) -> bool:

@@ -162,7 +162,15 @@ def describe(error: BaseException) -> str:
         if said is None and not isinstance(driver, psycopg.OperationalError):
             said = str(driver).partition("\n")[0][:ERROR_LIMIT]  # the lines below have values
         return f"{type(driver).__name__}: {said or 'no answer from the database'}"
-    return without_values(f"{type(error).__name__}: {error}")[:ERROR_LIMIT]
+    return without_values(f"{type(error).__name__}: {said_by(error)}")[:ERROR_LIMIT]
+
+
+def said_by(error: BaseException) -> str:
+    """What an error says of itself, even if its class is an application's whose `__str__` raises."""
+    try:
+        return str(error)
+    except Exception:
+        return "its text cannot be made"
 
 
 def leave_out_values(error: BaseException | None) -> None:

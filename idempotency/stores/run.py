@@ -105,7 +105,7 @@ class StoreAttempt:
 
     def close(self) -> None:
         """Stop renewing, however the attempt has ended."""
-        self.runtime.heartbeat.drop(self._holding)
+        self.runtime.heartbeat.drop(self._holding.claim.token)
         metrics.attempt_seconds.labels(self.claim.id.task).observe(time.monotonic() - self._holding.since)
 
     def _ended(self, ending: Ending) -> Finished | Ended | Release:

@@ -57,7 +57,7 @@ class UnclaimedAttempt(SharingAttempt):
         delivery = prepared.delivery
         claim = Claimed(delivery.id, 0, "", 1, 1, 0.0, {}, fingerprint=delivery.fingerprint, has_hint=False)
         super().__init__(runtime, claim, delivery, policy)
-        runtime.heartbeat.drop(self._holding)
+        runtime.heartbeat.drop(self._holding.claim.token)
 
     def check_lease(self) -> None:
         """Nothing: the position's owner is asked at the commit."""

@@ -24,7 +24,8 @@ from kombu.serialization import loads as loads_message
 from kombu.serialization import prepare_accept_content
 
 from ..application import runtime_of
-from ..attempt.batch import Answer, claim_together, give_back, run_together
+from ..attempt.batch import Answer, claim_together, run_together
+from ..attempt.giving_back import give_back
 from ..attempt.policy import Policy
 from ..attempt.run import Outcome
 from ..attempt.tracing import BatchSpans
@@ -32,6 +33,7 @@ from ..observe.logs import log
 from ..store.answers import Claimed
 from ..wire.delivery import Delivery
 from .deliveries import delivery_of, is_under_another
+from .waiting import Job, is_stopping
 
 if TYPE_CHECKING:
     from ..attempt.attempt import Attempt
@@ -45,8 +47,8 @@ Traced = tuple[int, Any, float]
 Decoded = tuple[str, dict[str, Any], Any]
 # The share of the job's limit after which no message is begun: the pool's clock started before ours.
 SHARE_OF_LIMIT = 0.9
-# The attribute of a request, and the key in the dictionary that it is made from.
-PREPARED = "prepared"
+# Attributes of a request, and keys in the dictionary that it is made from.
+PREPARED, JOB = "prepared", "job"
 
 
 @dataclass(slots=True)
@@ -74,11 +76,22 @@ def begin_prepared(request: Any) -> tuple[str | None, Claimed | None]:
     return prepared.answer.token, prepared.answer.claim
 
 
+def job_of(request: Any) -> Job | None:
+    """The job of the pool that this request shares with others; None: it has one of its own."""
+    job = getattr(request, JOB, None)
+    return job if isinstance(job, Job) else None
+
+
 def note_end(request: Any, outcome: Outcome) -> None:
     """Note if a time limit or the end of a greenlet has ended the body."""
     error = getattr(outcome, "cause", None) or getattr(outcome, "error", None)
-    is_interrupted = isinstance(error, SoftTimeLimitExceeded) or not isinstance(error, Exception | None)
-    if is_interrupted and (prepared := prepared_for(request)) is not None:
+    if isinstance(error, SoftTimeLimitExceeded) or not isinstance(error, Exception | None):
+        note_interrupted(request)
+
+
+def note_interrupted(request: Any) -> None:
+    """Note that the job's time limit has come: the messages after this one are not begun."""
+    if (prepared := prepared_for(request)) is not None:
         prepared.is_interrupted = True
 
 
@@ -97,17 +110,20 @@ def run_batch(
         for id, request, body, content_type, encoding in calls
     ]
     results: list[Traced | None] = []
+    job = Job()
+    for _, request, _ in decoded:
+        request[JOB] = job
     try:
         with suppress(SoftTimeLimitExceeded):
             _prepare(task, [(request, body) for _, request, body in decoded if body is not None], ends_at)
             for traced in _trace_each(trace, name, decoded, calls, ends_at):
                 results.append(traced)
     finally:
-        for _, request, _ in decoded:
-            with suppress(SoftTimeLimitExceeded):  # raised once for a job
-                _let_go(task, request)
-                continue
-            _let_go(task, request)
+        claimed = [each for _, request, _ in decoded if isinstance(each := request.get(PREPARED), Prepared)]
+        try:
+            _let_go(task, claimed)
+        except SoftTimeLimitExceeded:  # raised once for a job
+            _let_go(task, claimed)
     results += [None] * (len(calls) - len(results))
     if left := results.count(None):
         log.warning("batch_not_run", task=name, many=left)
@@ -117,12 +133,19 @@ def run_batch(
 def _trace_each(
     trace: Callable[..., Traced], name: str, decoded: Sequence[Decoded], calls: Sequence[Call], ends_at: float
 ) -> Iterator[Traced | None]:
-    """Until a limit is near or has come: it is raised once for a job, so what went on after that would have none."""
+    """Until a limit is near or has come: it is raised once for a job, so what went on after that would have none.
+
+    In a worker that is told to stop, none is begun: as Celery gives back what it has only fetched.
+    """
     for (id, request, body), call in zip(decoded, calls, strict=True):
         if time.monotonic() >= ends_at:
             return
+        prepared = found if isinstance(found := request.get(PREPARED), Prepared) else None
+        if is_stopping() and (prepared is None or prepared.answer.outcome is None):
+            yield None
+            continue
         yield _traced(trace, name, id, request, call[2:] if body is None else (body, None, None))
-        if isinstance(prepared := request.get(PREPARED), Prepared) and prepared.is_interrupted:
+        if prepared is not None and prepared.is_interrupted:
             return
 
 
@@ -138,21 +161,19 @@ def _traced(
         return None
 
 
-def _let_go(task: IdempotentTask[..., Any], request: dict[str, Any]) -> None:
-    """Give back the claim of a message whose body was not entered, and renew none any more."""
-    if not isinstance(prepared := request.get(PREPARED), Prepared):
-        return
-    runtime, answer = runtime_of(task.app), prepared.answer
+def _let_go(task: IdempotentTask[..., Any], claimed: Sequence[Prepared]) -> None:
+    """Give back the claims of messages whose body was not entered, and renew none any more."""
+    runtime = runtime_of(task.app)
     try:
-        if not prepared.has_begun:
-            give_back(runtime, prepared.delivery, Policy.of(task, runtime.settings), answer)
+        not_begun = [(each.delivery, each.answer) for each in claimed if not each.has_begun and not each.answer.outcome]
+        give_back(runtime, not_begun, Policy.of(task, runtime.settings))
     except SoftTimeLimitExceeded:
         raise
     except Exception:
-        log.exception("claim_not_given_back", task=task.name, key=prepared.delivery.id.key)
+        log.exception("claims_not_given_back", task=task.name)
     finally:
-        if answer.holding is not None:
-            runtime.heartbeat.drop(answer.holding)
+        for each in claimed:
+            runtime.heartbeat.drop(each.answer.token)
 
 
 def _decoded(body: Any, content_type: str | None, encoding: str | None, accept: Any) -> Any:

@@ -150,8 +150,11 @@ class _Job:
                 continue
             try:
                 request.on_success(traced)
-            except Exception:  # the others are acknowledged all the same
+            except (
+                Exception
+            ):  # the others are acknowledged all the same, and what its record says of this one is asked again
                 log.exception("batch_not_acknowledged", task=self._task.name, task_id=request.id)
+                self._put_back(request)
 
     def _on_timeout(self, soft: bool, timeout: float) -> None:
         log.warning("batch_time_limit", task=self._task.name, many=len(self._requests), soft=soft, seconds=timeout)

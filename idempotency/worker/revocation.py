@@ -24,7 +24,7 @@ from ..attempt import claim
 from ..observe.logs import log
 from ..reasons import REVOKED
 from ..store import claims, ends
-from ..store.answers import Claimed
+from ..store.answers import Claimed, Completed, Failed
 from ..wire.headers import MESSAGE_VERSION, REVOKED_HEADER, VERSION_HEADER, all_headers
 from .calls import KeyedTask
 from .deliveries import delivery_of
@@ -64,11 +64,15 @@ class Request(KeyedRequest):
             self._request_dict["headers"][REVOKED_HEADER] = True
             return
         try:
-            revoke_terminated(self._task, self._context)
+            has_ended = revoke_terminated(self._task, self._context)
         except Exception:
             # Not marked, so not acknowledged: the message comes back, and this worker remembers the revoke.
             log.exception("revoke_failed", task=self.name, task_id=self.id)
             self.reject(requeue=True)
+        else:
+            if has_ended:  # before it was terminated: the message comes back, and its record answers
+                self.reject(requeue=True)
+                return
         super()._announce_revoked(reason, terminated, signum, expired)
 
 
@@ -76,8 +80,8 @@ def _nested(headers: dict[str, Any]) -> dict[str, Any]:
     return {"headers": headers["headers"]} if headers.get("headers") else {}
 
 
-def revoke_terminated(task: KeyedTask, context: Any) -> None:
-    """Mark the operation whose attempt Celery terminates, so that its next claim ends it."""
+def revoke_terminated(task: KeyedTask, context: Any) -> bool:
+    """Mark the operation whose attempt Celery terminates, so that its next claim ends it. Returns whether it has ended already."""
     runtime, delivery = runtime_of(task.app), delivery_of(task, context)
     task.check_cell(delivery.id)
     with runtime.transaction(delivery.id.tenant) as connection:
@@ -95,3 +99,4 @@ def revoke_terminated(task: KeyedTask, context: Any) -> None:
         )
         if isinstance(answer, Claimed):
             ends.release(connection, answer, delay=0.0, error=None, give_back=True)
+    return isinstance(answer, Completed | Failed)

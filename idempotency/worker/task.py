@@ -13,7 +13,8 @@ ever leaves the wrapper here:
                                              Celery's state is REVOKED (`revocation.py`): acknowledged
     Reject(requeue=False)                    a defect of the message, or an error that nothing foresaw: it goes to the
                                              dead-letter queue
-    Ignore, Reject(requeue=True)             no answer from Postgres, or of `cell_of`: it is back in the outbox or the queue (`parking.py`)
+    Ignore, Reject(requeue=True)             no answer from Postgres, or of `cell_of`, or a time limit between two lines of ours: it is back
+                                             in the outbox or the queue (`parking.py`)
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, TypeVar, cast
 
+from billiard.exceptions import SoftTimeLimitExceeded
 from celery import Celery, Task
 from celery.app.task import Context
 from celery.exceptions import Ignore, Reject, Retry
@@ -55,7 +57,7 @@ from ..store.statements import describe, leave_out_values
 from ..wire.delivery import Delivery
 from ..wire.headers import DUE_HEADER, GENERATION_HEADER
 from . import following, hooks, parking
-from .batch import begin_prepared, note_end, prepared_for
+from .batch import begin_prepared, job_of, note_end, note_interrupted, prepared_for
 from .censored import hide_secrets
 from .control import ControlledTask, is_replacement
 from .deliveries import (
@@ -67,6 +69,7 @@ from .deliveries import (
     is_anothers,
     is_under_another,
     store_refusal,
+    told_to_celery,
 )
 from .errbacks import run_as_errback
 from .options import check_batch, check_values
@@ -171,6 +174,12 @@ class IdempotentTask(ControlledTask[P, R_co]):
                 outcome = self._deliver(delivery_of(self, request))
             else:
                 outcome = self._deliver(prepared.delivery, prepared.answer.outcome)
+        except SoftTimeLimitExceeded:
+            if request.is_eager:
+                raise
+            note_interrupted(request)  # between two lines of ours: what is recorded is asked by the next delivery
+            log.warning("interrupted", task=self.name, task_id=request.id)
+            raise Reject("time limit", requeue=True) from None
         except Exception as error:
             if request.is_eager:
                 raise
@@ -181,6 +190,7 @@ class IdempotentTask(ControlledTask[P, R_co]):
         if isinstance(outcome, Raised):
             if not request.is_eager:
                 leave_out_values(outcome.error)  # Celery logs it, and sends it to Flower and to a result backend
+                raise told_to_celery(outcome.error)
             raise outcome.error
         return cast(R_co, outcome.value)
 
@@ -330,7 +340,8 @@ class IdempotentTask(ControlledTask[P, R_co]):
             )
             return limit
 
-        return Waiting(self.name, time_limit=time_limit, is_eager=delivery.is_eager).answer(ask)
+        job = job_of(self.request)
+        return Waiting(self.name, time_limit=time_limit, is_eager=delivery.is_eager, job=job).answer(ask)
 
 
 def idempotent_tasks(app: Celery) -> list[IdempotentTask]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import mmap
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from billiard.exceptions import SoftTimeLimitExceeded
@@ -40,17 +41,32 @@ GLANCE = 0.2
 _stopping = mmap.mmap(-1, 1)
 
 
-class Waiting:
-    """How long one delivery waits: `patience` seconds, and less when the worker stops or the soft time limit passes.
+@dataclass(slots=True)
+class Job:
+    """What the deliveries of one job of the pool share: its time limit, and that one of them has waited in vain."""
 
-    An eager call waits only for a Postgres that is away; everything else is raised to its caller.
+    began: float = field(default_factory=time.monotonic)
+    is_unanswered: bool = False
+
+
+class Waiting:
+    """How long one delivery waits: `PATIENCE` seconds, and less when the worker stops or the soft time limit passes.
+
+    Of a batch, only one waits in vain: those after it ask once. An eager call waits only for a Postgres that is away; everything
+    else is raised to its caller.
     """
 
     def __init__(
-        self, task: str, *, time_limit: Callable[[], float | None] = lambda: None, is_eager: bool = False
+        self,
+        task: str,
+        *,
+        time_limit: Callable[[], float | None] = lambda: None,
+        is_eager: bool = False,
+        job: Job | None = None,
     ) -> None:
         self._task = task
         self._is_eager = is_eager
+        self._job = job or Job()
         self._began = time.monotonic()
         self._time_limit = time_limit
         self._is_cut_short = False
@@ -75,15 +91,16 @@ class Waiting:
                     raise
                 self._log_once(error)
                 if time.monotonic() >= self._until() or is_stopping():
+                    self._job.is_unanswered = True
                     raise Unanswered from error
                 self._pause = min(max(2 * self._pause, FIRST_PAUSE), LONGEST_PAUSE)
 
     def _until(self) -> float:
         """When patience ends. Asked only after a failure: hardly any delivery has one."""
-        if self._is_cut_short:
+        if self._is_cut_short or self._job.is_unanswered:
             return self._began
-        limit = self._time_limit()
-        return self._began + (PATIENCE if limit is None else min(PATIENCE, SHARE_OF_TIME_LIMIT * limit))
+        limit, until = self._time_limit(), self._began + PATIENCE
+        return until if limit is None else min(until, self._job.began + SHARE_OF_TIME_LIMIT * limit)
 
     def _rest(self) -> None:
         end = min(time.monotonic() + self._pause, self._until())

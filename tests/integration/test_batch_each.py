@@ -200,7 +200,7 @@ def lose_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     claim_new = batches.claim_new
 
     def lost(*args: Any, **kwargs: Any) -> Any:
-        claim_new(*args, **kwargs)
+        list(claim_new(*args, **kwargs))
         raise ConnectionError("the answer was lost")
 
     monkeypatch.setattr(batches, "claim_new", lost)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -18,8 +19,12 @@ from sqlalchemy import Engine, text
 
 from idempotency import IdempotentTask
 from idempotency.application import runtime_of
-from idempotency.attempt.batch import give_back
+from idempotency.attempt.batch import Answer
+from idempotency.attempt.giving_back import give_back
+from idempotency.attempt.policy import Policy
+from idempotency.attempt.runtime import Runtime
 from idempotency.store import batches
+from idempotency.wire.delivery import Delivery
 from idempotency.worker import batch
 from idempotency.worker.batch import run_batch
 from idempotency.worker.batching import _Job
@@ -31,6 +36,11 @@ from tests.support.processes import Processes, eventually
 from tests.support.tasks import make_task
 
 COUNTS = text("SELECT attempts FROM idempotency.records")
+REFUSE_E3 = text("""
+CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS $$BEGIN RAISE EXCEPTION 'not this one'; END$$;
+CREATE TRIGGER refuse BEFORE UPDATE ON idempotency.records FOR EACH ROW
+WHEN (NEW.key = 'e3' AND NEW.status = 'released') EXECUTE FUNCTION refuse();
+""")
 # Seconds of a batch: a machine with other work needs some of them until the first body.
 LIMIT = 3.0
 
@@ -134,27 +144,27 @@ def test_a_limit_that_comes_while_claims_are_given_back_leaves_none_held(
     bank: Celery, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first body ends just before the limit; the pool's signal comes while the claims of the rest are given back."""
-    given_back: list[str] = []
+    given_back: list[list[str]] = []
 
     def body(self: IdempotentTask, account: str) -> None:
         put(self, account)
         time.sleep(0.95 * LIMIT)
 
-    def interrupted(*given: Any) -> None:
-        given_back.append(given[1].id.key)
+    def interrupted(runtime: Runtime, waiting: Sequence[tuple[Delivery, Answer]], policy: Policy) -> None:
+        given_back.append([delivery.id.key for delivery, _ in waiting])
         if len(given_back) == 1:
             raise SoftTimeLimitExceeded  # as the pool raises it
-        if len(given_back) == 4:
-            raise ValueError("a defect")
-        give_back(*given)
+        give_back(runtime, waiting, policy)
 
     monkeypatch.setattr(batch, "give_back", interrupted)
+    with engine.begin() as connection:
+        connection.execute(REFUSE_E3)
     task = each(bank, body, max_attempts=1)
     bank.finalize()
     bank.set_current()
     traced = run_batch(lambda *call: trace_task_ret(*call, app=bank), task.name, many(bank, task, 6), LIMIT)
     assert [result is None for result in traced] == [False, *[True] * 5]
-    assert given_back == ["e1", "e1", "e2", "e3", "e4", "e5"]
+    assert given_back == [["e1", "e2", "e3", "e4", "e5"]] * 2
     assert states(engine) == {"e0": "completed", "e3": "started"} | dict.fromkeys(("e1", "e2", "e4", "e5"), "released")
     assert not runtime_of(bank).heartbeat._holdings  # what could not be given back is renewed no more
 
@@ -280,7 +290,7 @@ def test_claims_that_are_made_as_a_job_ends_are_given_back(
     claim_new = batches.claim_new
 
     def ended(*args: Any, **kwargs: Any) -> Any:
-        claim_new(*args, **kwargs)
+        list(claim_new(*args, **kwargs))
         raise ended_by
 
     task = make_task(bank, body, key="{account}", batch=10, max_attempts=1, batch_commit=commit)

@@ -219,10 +219,10 @@ def test_what_is_too_old_by_the_databases_clock_joins_no_batch(bank: Celery, eng
         Delivery(OperationId("default", "t", key), "f" * 64, {}, message="{}", signed_at=at) for key, at in ages.items()
     ]
     with runtime_of(bank).autocommit() as connection:
-        claimed = batches.claim_new(
+        (claimed,) = batches.claim_new(
             connection, deliveries, ["a", "b", "c"], service="bank", holder="h", lease=30.0, horizon=day
         )
-    assert claimed.keys() == {"unsigned", "young"}
+    assert {claim.id.key for claim in claimed} == {"unsigned", "young"}
 
 
 def test_a_batch_drops_no_hint_that_its_claims_have_not_left(bank: Celery, engine: Engine) -> None:

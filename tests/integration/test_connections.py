@@ -339,7 +339,7 @@ def held(bank: Celery) -> Iterator[Holding]:
         holding = Holding(op.started(connection, lease=2.0), op.FINGERPRINT, 2.0)
     runtime.heartbeat._holdings[holding.claim.token] = holding
     yield holding
-    runtime.heartbeat.drop(holding)
+    runtime.heartbeat.drop(holding.claim.token)
 
 
 def test_the_heartbeat_keeps_its_connection(bank: Celery, held: Holding) -> None:

@@ -152,7 +152,7 @@ def test_a_heartbeat_renews_behind_a_pooler(pooled: Celery) -> None:
     runtime.heartbeat._holdings[holding.claim.token] = holding
     before = holding.renewed_at
     runtime.heartbeat.run_once()
-    runtime.heartbeat.drop(holding)
+    runtime.heartbeat.drop(holding.claim.token)
     assert holding.renewed_at > before
 
 

@@ -85,4 +85,4 @@ def test_a_thousand_leases_are_renewed_by_one_round_trip(bank: Celery, engine: E
         assert connection.execute(until).scalar_one() > before
     for answer in answers:
         assert answer.holding is not None
-        runtime.heartbeat.drop(answer.holding)
+        runtime.heartbeat.drop(answer.token)

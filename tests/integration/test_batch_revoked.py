@@ -1,0 +1,59 @@
+"""A person terminates a message of a batch whose operation has ended, while another one of it runs."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import redis
+from celery import Celery, signals
+from sqlalchemy import Engine
+
+from idempotency import IdempotentTask
+from tests.integration.test_batch import statuses
+from tests.support import batched, crashing
+from tests.support.processes import Processes, eventually
+
+app = batched.app
+
+
+@app.task(
+    base=IdempotentTask,
+    name="revoked.post",
+    bind=True,
+    key="{account}",
+    batch=10,
+    batch_wait=1.0,
+    batch_commit="each",
+    ignore_result=False,
+)
+def post(self: IdempotentTask, account: str, how: str = "") -> Any:
+    return batched.post(self, account, how)
+
+
+if "REVOKED_BACKEND" in os.environ:
+    app.conf.result_backend = os.environ["REVOKED_BACKEND"]
+
+    @signals.task_revoked.connect
+    def _announce(request: Any = None, **_: Any) -> None:
+        logging.getLogger("revoked").error("announced as revoked: %s", request.id)
+
+
+def test_what_is_completed_is_not_said_to_be_revoked(
+    bank: Celery, engine: Engine, processes: Processes, environment: dict[str, str]
+) -> None:
+    crashing.plan(environment["CRASH_DIRECTORY"], "working", crashing.HOLD)
+    held = Path(environment["CRASH_DIRECTORY"]) / "working.held"
+    for number in range(4):
+        post.apply_async((f"e{number}", "works" if number == 1 else ""), task_id=f"revoked-{number}")
+    worker = processes.worker("--concurrency", "1", app=__name__, REVOKED_BACKEND=environment["REDIS_URL"])
+    eventually(held.exists, what="the second body runs")
+    assert statuses(engine)["e0"] == "completed"
+    bank.control.revoke("revoked-0", terminate=True, reply=True, timeout=5)
+    eventually(lambda: statuses(engine) == dict.fromkeys(("e0", "e1", "e2", "e3"), "completed"), timeout=60)
+    with redis.Redis.from_url(environment["REDIS_URL"], decode_responses=True) as backend:
+        stored = str(backend.get("celery-task-meta-revoked-0"))
+    assert '"SUCCESS"' in stored
+    assert "announced as revoked" not in worker.log
