@@ -104,8 +104,8 @@ class Misuse(InvalidArguments):
 class PermanentError(IdempotencyError):
     """Raise this from a body, an effect or a step to fail the operation without another attempt.
 
-    `message` is stored and shown to operators, so keep secrets out of it. `code` is a short identifier for programs, and
-    one of few: failures are counted by code, from the hundred-and-first of a process on together, as `other`.
+    `message` is stored and shown to operators, so keep secrets out of it. `code` is a short identifier for programs.
+    Use few: of each task, a process counts the first hundred codes separately, and all later ones as `other`.
     """
 
     default_code = "permanent_error"

@@ -121,8 +121,8 @@ def run_together(
 def claim_together(runtime: Runtime, deliveries: Sequence[Delivery], tokens: Sequence[str]) -> list[Answer]:
     """Claim these deliveries of one task and tenant, with keys that differ, to be run one after the other.
 
-    The heartbeat renews the claims of those that wait. Raises as `run_together` does; whatever else goes wrong, what is not
-    known to be claimed is claimed alone.
+    The heartbeat renews the claims of those that wait. Raises as `run_together` does; whatever else goes wrong, claims that
+    are not known to have been made are made one by one.
     """
     completed: dict[str, Completed] = {}
     holdings: dict[str, Holding] = {}
@@ -190,7 +190,8 @@ def _claim_or_answer(
     except SoftTimeLimitExceeded:
         raise
     except Exception:
-        # What was claimed without an answer is renewed like the others while it waits, and asked about alone if Postgres is away.
+        # What was claimed without an answer waits like the others, and is renewed meanwhile. If Postgres is away now, each delivery
+        # asks later.
         with suppress(DBAPIError, PoolTimeout), runtime.autocommit(id.tenant) as connection:
             note(batches.claimed(connection, deliveries, tokens, asked_at=asked_at))
         raise

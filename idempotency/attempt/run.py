@@ -91,13 +91,16 @@ def _rounds(
         except Waiting:
             return Release(answer, 0.0, None, give_back=True)  # as it is recorded already
         except IN_DOUBT:
+            if attempt is None:
+                raise  # a time limit, which comes once: what ran now would have none
             if isinstance(ending, Release) and ending.ends_process is not None:
                 raise ending.ends_process from None  # recovery does the rest
         finally:
-            if attempt is None:  # interrupted while it was made
-                runtime.heartbeat.drop(answer.token)
-            else:
-                attempt.close()
+            try:
+                if attempt is not None:
+                    attempt.close()
+            finally:
+                runtime.heartbeat.drop(answer.token)  # also if a time limit interrupts the making or the closing
     raise IdempotencyError(f"{delivery.id.task}: still in doubt after {DOUBT_ROUNDS} rounds")
 
 

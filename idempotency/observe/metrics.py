@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..extras import extra
+from ..reasons import OF_LETTERS
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -52,11 +53,12 @@ stream_partitions_lost: Counter
 attempt_seconds: Histogram
 phase_seconds: Histogram
 
-# Codes with a series of their own, in one process. An application may have put an id into one; the rest count as `OTHER`.
+# An application's codes with a series of their own, of each task in one process: it may have put an id into them. The rest count as
+# `OTHER`.
 CODES, OTHER = 100, "other"
 
 _lock = threading.Lock()
-_codes: set[str] = set()
+_codes: dict[str, set[str]] = {}
 _made: _Metrics | _NoMetrics | None = None
 
 
@@ -210,9 +212,10 @@ def __getattr__(name: str) -> Any:
 
 def count_failed(task: str, code: str) -> None:
     """Count a failed operation."""
-    if len(_codes) < CODES:
-        _codes.add(code)
-    _metrics().failed.labels(task, code if code in _codes else OTHER).inc()
+    known = _codes.setdefault(task, set())
+    if len(known) < CODES and code not in OF_LETTERS:
+        known.add(code)
+    _metrics().failed.labels(task, code if code in known or code in OF_LETTERS else OTHER).inc()
     if code == "effect_unknown":
         _metrics().unknown_effects.labels(task).inc()
 

@@ -146,8 +146,8 @@ def claim_new(
     """Claim those of these operations of one task and tenant that have no record yet.
 
     `tokens`: one for each delivery, whose keys must differ. `lease` and `horizon`, which signed messages are not older than, in
-    seconds. On a connection in AUTOCOMMIT mode, of partitions some at a time: the lease of what is yielded has begun, and the
-    next ones may take longer than that.
+    seconds. On a connection in AUTOCOMMIT mode, of partitions some at a time: the leases of what is yielded are
+    running, and the next ones may take longer than a lease.
     """
     ids = {each.id.key: each.id for each in deliveries}
     many = most_together(connection, len(deliveries))

@@ -38,7 +38,7 @@ FROM idempotency.discards WHERE letter = %(letter)s
 """
 
 _MAY_LOOK = "SELECT has_table_privilege('idempotency.discards', 'SELECT')"
-# A request for what the letter was before it became another asks for nothing any more.
+# A request for what the letter was before it became another no longer counts.
 _PENDING = """
 SELECT requested_by, requested_at, d.reason FROM idempotency.discards d JOIN idempotency.dead_letters l ON l.id = d.letter
 WHERE d.letter = %(letter)s AND approved_by IS NULL

@@ -39,10 +39,10 @@ _FAIL = FINISH.format(
 # The next delivery is written by the release itself, so the operation does not depend on a message in the broker. An
 # operation that no message has asked for has none: its caller asks again.
 def _releasing(
-    saga: str = "", of: str = "", delay: str = "%(delay)s", more: str = "", mine: str = MINE, said: str = "count(*)"
+    ctes: str = "", of: str = "", delay: str = "%(delay)s", more: str = "", mine: str = MINE, said: str = "count(*)"
 ) -> str:
     return f"""
-WITH {saga}released AS (
+WITH {ctes}released AS (
     UPDATE idempotency.records
     SET status = 'released', token = NULL, locked_until = NULL, locked_by = NULL,
         available_at = clock_timestamp() + make_interval(secs => {delay}),
@@ -73,7 +73,7 @@ SELECT {said} FROM released
 # An attempt of a saga that a person has cancelled since it was read: what it waits for counts no more. `FOR SHARE` waits for
 # a cancel that is not committed.
 _OF_SAGA = {
-    "saga": "saga AS MATERIALIZED (SELECT status AS saga_status FROM idempotency.sagas WHERE id = %(saga)s FOR SHARE), ",
+    "ctes": "saga AS MATERIALIZED (SELECT status AS saga_status FROM idempotency.sagas WHERE id = %(saga)s FOR SHARE), ",
     "of": "FROM saga ",
 }
 _UNLESS_CANCELLED = "CASE WHEN saga_status = %(saga_status)s THEN {} ELSE 0 END"
@@ -81,10 +81,10 @@ _UNLESS_CANCELLED = "CASE WHEN saga_status = %(saga_status)s THEN {} ELSE 0 END"
 _UNLESS_WOKEN = "CASE WHEN woken THEN 0 ELSE %(delay)s END"
 _ANEW = ", opened_at = clock_timestamp(), woken = false"
 
-# Claims that nothing was done under, of one task and tenant, by their tokens alone: a statement whose answer was lost may have
-# made some.
-_GIVEN = {
-    "saga": "given AS MATERIALIZED (SELECT * FROM unnest(%(keys)b::text[], %(tokens)b::text[]) AS g(given_key, given_token)), ",
+# Claims of one task and tenant under which nothing has run, found by their tokens: a statement whose answer was lost may have made
+# some.
+_CLAIMED_UNDER = {
+    "ctes": "given AS MATERIALIZED (SELECT * FROM unnest(%(keys)b::text[], %(tokens)b::text[]) AS g(given_key, given_token)), ",
     "of": "FROM given ",
     "mine": """tenant = %(tenant)s AND task = %(task)s AND key = ANY(%(keys)b::text[]) AND key = given_key
         AND status = 'started' AND token = given_token""",
@@ -92,7 +92,7 @@ _GIVEN = {
 }
 
 _RELEASE = _releasing()
-_GIVE_BACK = _releasing(**_GIVEN)
+_GIVE_BACK = _releasing(**_CLAIMED_UNDER)
 _RELEASE_UNDECIDED = _releasing(delay=_UNLESS_WOKEN, more=_ANEW)
 _RELEASE_SAGA = _releasing(**_OF_SAGA, delay=_UNLESS_CANCELLED.format("%(delay)s"))
 _RELEASE_SAGA_UNDECIDED = _releasing(**_OF_SAGA, delay=_UNLESS_CANCELLED.format(_UNLESS_WOKEN), more=_ANEW)
@@ -195,7 +195,10 @@ def release(
 
 
 def give_back(connection: Connection, ids: Sequence[OperationId], tokens: Sequence[str]) -> set[str]:
-    """Release operations of one task and tenant that are claimed under these tokens, as with `give_back`. Returns their keys."""
+    """Release operations of one task and tenant that are claimed under these tokens, each by one, and do not count their attempts.
+
+    Returns the keys of those that were.
+    """
     parameters = {
         "tenant": ids[0].tenant,
         "task": ids[0].task,

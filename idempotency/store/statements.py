@@ -135,10 +135,10 @@ def driver_error(error: BaseException) -> BaseException | None:
 
 def is_news(error: BaseException) -> bool:
     """Whether to log a failure: not if it is one more of an outage that this process has logged. Call it for each."""
-    return not _is_outage(error) or outages.postgres.is_news()
+    return not is_outage(error) or outages.postgres.is_news()
 
 
-def _is_outage(error: BaseException) -> bool:
+def is_outage(error: BaseException) -> bool:
     """Whether Postgres is away: nothing answered, or it is starting, stopping, full, or only a standby."""
     if not isinstance(error, OperationalError | psycopg.OperationalError):
         return False
@@ -170,7 +170,7 @@ def said_by(error: BaseException) -> str:
     try:
         return str(error)
     except Exception:
-        return "its text cannot be made"
+        return "(its text cannot be produced)"
 
 
 def leave_out_values(error: BaseException | None) -> None:

@@ -21,7 +21,7 @@ from ..observe import metrics
 from ..observe.crash_points import crash_point
 from ..observe.logs import log
 from ..store.answers import Claimed, Completed, Failed, Mismatch, Renewal, error_text
-from ..store.statements import ERROR_LIMIT, describe, where
+from ..store.statements import ERROR_LIMIT, describe, said_by, where
 from ..text import number_of
 from ..wire.delivery import Delivery
 from .runtime import StoreRuntime
@@ -92,7 +92,7 @@ class StoreAttempt:
                 done = store.complete(claim, self._text, retention=self.policy.retention_completed)
             case Fail(failure=failure):
                 # an item has an end, and a refused write would wait
-                text = error_text(failure.code, str(failure)[:ERROR_LIMIT])
+                text = error_text(failure.code, said_by(failure)[:ERROR_LIMIT])
                 done = store.fail(claim, text, retention=self.policy.retention_failed)
             case Release(delay=delay, give_back=give_back):
                 done = store.release(claim, delay=delay, keep=keep, give_back=give_back)
@@ -116,7 +116,7 @@ class StoreAttempt:
                 metrics.completed.labels(task).inc()
                 return ending
             case Fail(failure=failure, cause=cause):
-                metrics.failed.labels(task, failure.code).inc()
+                metrics.count_failed(task, failure.code)
                 log.warning("failed", code=failure.code, error=describe(cause), at=where(cause), **names)
                 return Ended(cause)
             case Release(delay=delay, cause=cause, give_back=give_back):

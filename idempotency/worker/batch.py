@@ -33,7 +33,7 @@ from ..observe.logs import log
 from ..store.answers import Claimed
 from ..wire.delivery import Delivery
 from .deliveries import delivery_of, is_under_another
-from .waiting import Job, is_stopping
+from .waiting import Budget, is_stopping
 
 if TYPE_CHECKING:
     from ..attempt.attempt import Attempt
@@ -47,8 +47,8 @@ Traced = tuple[int, Any, float]
 Decoded = tuple[str, dict[str, Any], Any]
 # The share of the job's limit after which no message is begun: the pool's clock started before ours.
 SHARE_OF_LIMIT = 0.9
-# Attributes of a request, and keys in the dictionary that it is made from.
-PREPARED, JOB = "prepared", "job"
+# Attributes of a request, and keys in the dictionary that it is made from, beside a sender's headers.
+PREPARED, BUDGET = "idempotency_prepared", "idempotency_budget"
 
 
 @dataclass(slots=True)
@@ -68,22 +68,28 @@ def prepared_for(request: Any) -> Prepared | None:
     return prepared if isinstance(prepared, Prepared) else None
 
 
-def begin_prepared(request: Any) -> tuple[str | None, Claimed | None]:
+def budget_of(request: Any) -> Budget | None:
+    """What this request may wait for together with others of its job; None: it has one of its own."""
+    budget = getattr(request, BUDGET, None)
+    return budget if isinstance(budget, Budget) else None
+
+
+def claimed_for(request: Any) -> tuple[str | None, Claimed | None]:
     """The token and the claim of a batch, to run under: nothing without one."""
-    if (prepared := prepared_for(request)) is None:
-        return None, None
-    prepared.has_begun = True
-    return prepared.answer.token, prepared.answer.claim
+    prepared = prepared_for(request)
+    return (None, None) if prepared is None else (prepared.answer.token, prepared.answer.claim)
 
 
-def job_of(request: Any) -> Job | None:
-    """The job of the pool that this request shares with others; None: it has one of its own."""
-    job = getattr(request, JOB, None)
-    return job if isinstance(job, Job) else None
+def note_begun(request: Any) -> None:
+    """Note that the body is entered under its own claim, which is not given back any more."""
+    if (prepared := prepared_for(request)) is not None:
+        prepared.has_begun = True
 
 
 def note_end(request: Any, outcome: Outcome) -> None:
-    """Note if a time limit or the end of a greenlet has ended the body."""
+    """Note that there was an answer, and if a time limit or the end of a greenlet has ended the body."""
+    if (budget := budget_of(request)) is not None:
+        budget.is_spent = False
     error = getattr(outcome, "cause", None) or getattr(outcome, "error", None)
     if isinstance(error, SoftTimeLimitExceeded) or not isinstance(error, Exception | None):
         note_interrupted(request)
@@ -110,16 +116,17 @@ def run_batch(
         for id, request, body, content_type, encoding in calls
     ]
     results: list[Traced | None] = []
-    job = Job()
+    budget = Budget(limit)
     for _, request, _ in decoded:
-        request[JOB] = job
+        request[BUDGET] = budget
     try:
         with suppress(SoftTimeLimitExceeded):
-            _prepare(task, [(request, body) for _, request, body in decoded if body is not None], ends_at)
+            if not is_stopping():
+                _prepare(task, [(request, body) for _, request, body in decoded if body is not None], ends_at)
             for traced in _trace_each(trace, name, decoded, calls, ends_at):
                 results.append(traced)
     finally:
-        claimed = [each for _, request, _ in decoded if isinstance(each := request.get(PREPARED), Prepared)]
+        claimed = [each for _, request, _ in decoded if (each := _prepared(request)) is not None]
         try:
             _let_go(task, claimed)
         except SoftTimeLimitExceeded:  # raised once for a job
@@ -135,12 +142,12 @@ def _trace_each(
 ) -> Iterator[Traced | None]:
     """Until a limit is near or has come: it is raised once for a job, so what went on after that would have none.
 
-    In a worker that is told to stop, none is begun: as Celery gives back what it has only fetched.
+    In a worker that is told to stop, no further one is begun: Celery gives back what it has only fetched, too.
     """
     for (id, request, body), call in zip(decoded, calls, strict=True):
         if time.monotonic() >= ends_at:
             return
-        prepared = found if isinstance(found := request.get(PREPARED), Prepared) else None
+        prepared = _prepared(request)
         if is_stopping() and (prepared is None or prepared.answer.outcome is None):
             yield None
             continue
@@ -161,6 +168,11 @@ def _traced(
         return None
 
 
+def _prepared(request: dict[str, Any]) -> Prepared | None:
+    prepared = request.get(PREPARED)
+    return prepared if isinstance(prepared, Prepared) else None
+
+
 def _let_go(task: IdempotentTask[..., Any], claimed: Sequence[Prepared]) -> None:
     """Give back the claims of messages whose body was not entered, and renew none any more."""
     runtime = runtime_of(task.app)
@@ -170,7 +182,7 @@ def _let_go(task: IdempotentTask[..., Any], claimed: Sequence[Prepared]) -> None
     except SoftTimeLimitExceeded:
         raise
     except Exception:
-        log.exception("claims_not_given_back", task=task.name)
+        log.exception("giving_back_failed", task=task.name)
     finally:
         for each in claimed:
             runtime.heartbeat.drop(each.answer.token)
@@ -200,6 +212,8 @@ def _prepare(task: IdempotentTask[..., Any], calls: Sequence[tuple[dict[str, Any
                 found.setdefault((delivery.id.tenant, delivery.id.key), (delivery, context, request))
     of_tenants = sorted(found.values(), key=lambda each: each[0].id.tenant)
     for _, group in groupby(of_tenants, key=lambda each: each[0].id.tenant):
+        if is_stopping():
+            return
         members = list(group)
         contexts = [context for _, context, _ in members]
         deliveries = [delivery for delivery, _, _ in members]

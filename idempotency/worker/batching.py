@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import ref
@@ -148,13 +149,13 @@ class _Job:
             if traced is None:
                 self._put_back(request)
                 continue
+            # Whatever becomes of this one, the others are acknowledged; if it comes again, its record answers.
             try:
                 request.on_success(traced)
-            except (
-                Exception
-            ):  # the others are acknowledged all the same, and what its record says of this one is asked again
+            except Exception:
                 log.exception("batch_not_acknowledged", task=self._task.name, task_id=request.id)
-                self._put_back(request)
+                with suppress(Exception):
+                    self._put_back(request)
 
     def _on_timeout(self, soft: bool, timeout: float) -> None:
         log.warning("batch_time_limit", task=self._task.name, many=len(self._requests), soft=soft, seconds=timeout)

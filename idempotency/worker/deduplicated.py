@@ -49,7 +49,7 @@ from . import hooks
 from .absent import NotHere, Without, check_absent
 from .coming_again import Later, cell_unknown, pause_for, put_off, retried, watch_for
 from .options import check_values
-from .retrying import RetriedTask, again
+from .retrying import RetriedTask, again, told_to_celery
 from .store_runtimes import store_runtime_of
 from .using import P
 from .waiting import SHARE_OF_TIME_LIMIT, Waiting
@@ -213,6 +213,7 @@ class DeduplicatedTask(Without, RetriedTask[P, R_co], Generic[P, R_co]):
         if isinstance(told, BaseException):
             if not request.is_eager:  # Celery logs it, and sends it to Flower and to a result backend
                 leave_out_values(getattr(told, "exc", None) or told)
+                told = told_to_celery(told)
             raise retried(self, delivery, told) if isinstance(told, Retry) else told
         return cast(R_co, told)
 

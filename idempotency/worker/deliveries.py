@@ -5,16 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from billiard.exceptions import Terminated, TimeLimitExceeded, WorkerLostError
 from celery.utils.time import maybe_iso8601, maybe_make_aware
 
 from ..application import runtime_of
 from ..attempt.attempt import Attempt
 from ..attempt.runtime import Runtime
-from ..errors import FingerprintMismatch, OperationFailed, PermanentError, ServiceMismatch
+from ..errors import FingerprintMismatch, PermanentError, ServiceMismatch
 from ..store import claims, letters
 from ..store.answers import error_text
-from ..store.statements import describe
 from ..wire import keys
 from ..wire.delivery import Delivery
 from ..wire.headers import ETA_HEADER, FINGERPRINT_HEADER, ORIGIN_HEADER, REVOKED_HEADER
@@ -23,10 +21,6 @@ from ..wire.signing import claimed_at
 
 if TYPE_CHECKING:
     from .calls import KeyedTask
-
-
-# From a body they are errors like others. Celery's main process takes them for the end of a worker, or of its process.
-OF_THE_WORKER = (MemoryError, Terminated, TimeLimitExceeded, WorkerLostError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,15 +35,6 @@ class Raised:
     """Celery sees an exception."""
 
     error: BaseException
-
-
-def told_to_celery(error: BaseException) -> BaseException:
-    """The error of a body, or what stands for it where Celery would take it for something else."""
-    if not isinstance(error, OF_THE_WORKER):
-        return error
-    told = OperationFailed(describe(error), type(error).__name__)
-    told.__cause__ = error
-    return told
 
 
 def attempt_of(request: Any) -> Attempt | None:

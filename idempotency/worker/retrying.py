@@ -6,6 +6,7 @@ import inspect
 from datetime import datetime
 from typing import Any, ClassVar, Generic
 
+from billiard.exceptions import Terminated, TimeLimitExceeded, WorkerLostError
 from celery import Celery
 from celery.exceptions import Ignore, Reject, Retry
 from celery.utils.time import maybe_make_aware
@@ -16,6 +17,7 @@ from ..errors import (
     Defer,
     InvalidArguments,
     LeaseLost,
+    OperationFailed,
     OutcomeInDoubt,
     PermanentError,
     RetriesExhausted,
@@ -23,10 +25,14 @@ from ..errors import (
     UnsupportedControl,
 )
 from ..handle import R_co
+from ..store.statements import describe
 from ..wire import keys
 from .keyed import Keyed
 from .options import name_of
 from .using import P
+
+# From a body they are errors like others. Celery's main process would take them to mean that the worker or its process has ended.
+OF_THE_WORKER = (MemoryError, Terminated, TimeLimitExceeded, WorkerLostError)
 
 
 class RetriedTask(Keyed[P, R_co], Generic[P, R_co]):
@@ -158,3 +164,12 @@ def _checked(countdown: float) -> float:
 def _check_retries(name: str, given: object) -> None:
     if type(given) is not int or given < 0:
         raise SettingsError(f"{name}: must be 0 or more, got {given!r}; every operation ends")
+
+
+def told_to_celery(error: BaseException) -> BaseException:
+    """The error of a body, or what stands for it where Celery would take it for something else."""
+    if not isinstance(error, OF_THE_WORKER):
+        return error
+    told = OperationFailed(describe(error), type(error).__name__)
+    told.__cause__ = error
+    return told

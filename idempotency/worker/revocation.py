@@ -70,7 +70,7 @@ class Request(KeyedRequest):
             log.exception("revoke_failed", task=self.name, task_id=self.id)
             self.reject(requeue=True)
         else:
-            if has_ended:  # before it was terminated: the message comes back, and its record answers
+            if has_ended:  # its operation, before this: the message comes back, and the record answers
                 self.reject(requeue=True)
                 return
         super()._announce_revoked(reason, terminated, signum, expired)

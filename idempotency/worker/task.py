@@ -13,8 +13,8 @@ ever leaves the wrapper here:
                                              Celery's state is REVOKED (`revocation.py`): acknowledged
     Reject(requeue=False)                    a defect of the message, or an error that nothing foresaw: it goes to the
                                              dead-letter queue
-    Ignore, Reject(requeue=True)             no answer from Postgres, or of `cell_of`, or a time limit between two lines of ours: it is back
-                                             in the outbox or the queue (`parking.py`)
+    Ignore, Reject(requeue=True)             no answer from Postgres, or of `cell_of`, or a soft time limit that hit our own
+                                             code: it is back in the outbox or the queue (`parking.py`)
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from ..store.statements import describe, leave_out_values
 from ..wire.delivery import Delivery
 from ..wire.headers import DUE_HEADER, GENERATION_HEADER
 from . import following, hooks, parking
-from .batch import begin_prepared, job_of, note_end, note_interrupted, prepared_for
+from .batch import budget_of, claimed_for, note_begun, note_end, note_interrupted, prepared_for
 from .censored import hide_secrets
 from .control import ControlledTask, is_replacement
 from .deliveries import (
@@ -69,11 +69,10 @@ from .deliveries import (
     is_anothers,
     is_under_another,
     store_refusal,
-    told_to_celery,
 )
 from .errbacks import run_as_errback
 from .options import check_batch, check_values
-from .retrying import again
+from .retrying import again, told_to_celery
 from .using import P
 from .waiting import Waiting
 
@@ -177,7 +176,7 @@ class IdempotentTask(ControlledTask[P, R_co]):
         except SoftTimeLimitExceeded:
             if request.is_eager:
                 raise
-            note_interrupted(request)  # between two lines of ours: what is recorded is asked by the next delivery
+            note_interrupted(request)  # in our own code, and not in the body: the next delivery asks what is recorded
             log.warning("interrupted", task=self.name, task_id=request.id)
             raise Reject("time limit", requeue=True) from None
         except Exception as error:
@@ -215,7 +214,7 @@ class IdempotentTask(ControlledTask[P, R_co]):
             return Raised(parking.put_back(self.app, delivery))
 
     def _run(self, delivery: Delivery) -> Outcome:
-        token, claimed = begin_prepared(request := self.request)
+        token, claimed = claimed_for(request := self.request)
         runtime = runtime_of(self.app)
         policy = Policy.of(self, runtime.settings)
         while True:
@@ -236,7 +235,7 @@ class IdempotentTask(ControlledTask[P, R_co]):
     _new_attempt: ClassVar[Callable[..., Attempt]] = Attempt
 
     def _body(self, attempt: Attempt) -> Any:
-        request = self.request
+        note_begun(request := self.request)
         request.retries, request.attempt, request.asked = max(attempt.claim.attempts - 1, 0), attempt, None
         request.eta, request.replacement = (request.headers or {}).get(DUE_HEADER), None
         try:
@@ -340,8 +339,8 @@ class IdempotentTask(ControlledTask[P, R_co]):
             )
             return limit
 
-        job = job_of(self.request)
-        return Waiting(self.name, time_limit=time_limit, is_eager=delivery.is_eager, job=job).answer(ask)
+        budget = budget_of(self.request)
+        return Waiting(self.name, time_limit=time_limit, is_eager=delivery.is_eager, budget=budget).answer(ask)
 
 
 def idempotent_tasks(app: Celery) -> list[IdempotentTask]:

@@ -42,18 +42,20 @@ _stopping = mmap.mmap(-1, 1)
 
 
 @dataclass(slots=True)
-class Job:
-    """What the deliveries of one job of the pool share: its time limit, and that one of them has waited in vain."""
+class Budget:
+    """What the deliveries of one job of the pool may wait for together. `limit`: the job's first time limit, in seconds."""
 
+    limit: float | None = None
     began: float = field(default_factory=time.monotonic)
-    is_unanswered: bool = False
+    # One of them has waited in vain, and none has been answered since.
+    is_spent: bool = False
 
 
 class Waiting:
     """How long one delivery waits: `PATIENCE` seconds, and less when the worker stops or the soft time limit passes.
 
-    Of a batch, only one waits in vain: those after it ask once. An eager call waits only for a Postgres that is away; everything
-    else is raised to its caller.
+    Once one of a batch has waited in vain, those after it ask only once. An eager call waits only for a Postgres that is away;
+    everything else is raised to its caller.
     """
 
     def __init__(
@@ -62,11 +64,11 @@ class Waiting:
         *,
         time_limit: Callable[[], float | None] = lambda: None,
         is_eager: bool = False,
-        job: Job | None = None,
+        budget: Budget | None = None,
     ) -> None:
         self._task = task
         self._is_eager = is_eager
-        self._job = job or Job()
+        self._budget = budget or Budget()
         self._began = time.monotonic()
         self._time_limit = time_limit
         self._is_cut_short = False
@@ -91,16 +93,16 @@ class Waiting:
                     raise
                 self._log_once(error)
                 if time.monotonic() >= self._until() or is_stopping():
-                    self._job.is_unanswered = True
+                    self._budget.is_spent = True
                     raise Unanswered from error
                 self._pause = min(max(2 * self._pause, FIRST_PAUSE), LONGEST_PAUSE)
 
     def _until(self) -> float:
         """When patience ends. Asked only after a failure: hardly any delivery has one."""
-        if self._is_cut_short or self._job.is_unanswered:
+        if self._is_cut_short or self._budget.is_spent:
             return self._began
-        limit, until = self._time_limit(), self._began + PATIENCE
-        return until if limit is None else min(until, self._job.began + SHARE_OF_TIME_LIMIT * limit)
+        limit, until = self._budget.limit or self._time_limit(), self._began + PATIENCE
+        return until if limit is None else min(until, self._budget.began + SHARE_OF_TIME_LIMIT * limit)
 
     def _rest(self) -> None:
         end = min(time.monotonic() + self._pause, self._until())

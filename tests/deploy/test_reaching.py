@@ -273,9 +273,18 @@ def test_every_pod_that_is_scraped_may_be() -> None:
     for monitor in of_kind(PRODUCTION, "PodMonitor"):
         port = monitor["spec"]["podMetricsEndpoints"][0]["port"]
         for name in selected(monitor["spec"]["selector"]):
+            # a policy may have the port's name, or its number
+            (number,) = {
+                each["containerPort"]
+                for workload in workloads()
+                if workload["metadata"]["name"] == name
+                for container in containers(workload)
+                for each in container.get("ports", ())
+                if each["name"] == port
+            }
             assert any(
                 name in selected(policy["spec"]["podSelector"])
-                and port in [each["port"] for each in rule["ports"]]
+                and {port, number} & {each["port"] for each in rule["ports"]}
                 and {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}
                 in rule["from"]
                 for policy in policies()

@@ -8,14 +8,16 @@ from typing import Any
 import pytest
 from celery import Celery
 from celery.app.trace import trace_task_ret
-from celery.exceptions import Ignore, Reject
-from sqlalchemy import Engine
+from celery.exceptions import Ignore
+from psycopg.errors import AdminShutdown
+from sqlalchemy import Engine, text
 from sqlalchemy.exc import OperationalError
 
 from idempotency import IdempotentTask
 from idempotency.application import runtime_of
 from idempotency.store import batches, claims, ends, statements
 from idempotency.upkeep import maintenance
+from idempotency.wire.keys import OperationId
 from idempotency.worker import waiting
 from idempotency.worker.batch import run_batch
 from tests.integration.test_batch_each import lose_the_answer, many
@@ -80,46 +82,80 @@ def test_claims_that_are_made_some_at_a_time_are_renewed_from_the_first(
     assert states(engine) == dict.fromkeys(("e0", "e1", "e2"), "completed")
 
 
-def without_postgres(
-    bank: Celery, monkeypatch: pytest.MonkeyPatch, limit: float | None, many_messages: int
-) -> tuple[list[Any], float]:
-    """A batch `each` that Postgres answers no claim of: what is traced, and how long that takes."""
+class Asked:
+    """A batch `each` whose claims Postgres does not answer: what is traced, which keys were asked for, and how long that takes."""
 
-    def away(*args: Any, **kwargs: Any) -> Any:
-        raise OperationalError("claim", None, Exception("away"))
+    def __init__(
+        self,
+        bank: Celery,
+        monkeypatch: pytest.MonkeyPatch,
+        *,
+        limit: float | None = None,
+        pause: float = 0.0,
+        back_for: str | None = None,
+    ) -> None:
+        self.keys: list[str] = []
+        claim = claims.claim
 
-    def body(self: IdempotentTask, account: str) -> None:
-        put(self, account)
+        def away(connection: Any, id: OperationId, **options: Any) -> Any:
+            self.keys.append(id.key)
+            if id.key == back_for:
+                return claim(connection, id, **options)
+            raise OperationalError("claim", None, Exception("away"))
 
-    options = {} if limit is None else {"time_limit": limit}
-    task = make_task(bank, body, key="{account}", batch=10, batch_commit="each", **options)
-    messages = many(bank, task, many_messages)
-    bank.finalize()
-    bank.set_current()
-    began = time.monotonic()
-    with monkeypatch.context() as patch:
-        patch.setattr(batches, "claim_new", away)
-        patch.setattr(claims, "claim", away)
-        traced = run_batch(lambda *call: trace_task_ret(*call, app=bank), task.name, messages, limit)
-    return traced, time.monotonic() - began
+        def away_at_once(*args: Any, **options: Any) -> Any:
+            time.sleep(pause)
+            raise OperationalError("claim", None, Exception("away"))
+
+        def body(self: IdempotentTask, account: str) -> None:
+            put(self, account)
+
+        task = make_task(bank, body, key="{account}", batch=10, batch_commit="each")
+        messages = many(bank, task, 8)
+        bank.finalize()
+        bank.set_current()
+        began = time.monotonic()
+        with monkeypatch.context() as patch:
+            patch.setattr(batches, "claim_new", away_at_once)
+            patch.setattr(batches, "claimed", away_at_once)
+            patch.setattr(claims, "claim", away)
+            traced = run_batch(lambda *call: trace_task_ret(*call, app=bank), task.name, messages, limit)
+        self.took = time.monotonic() - began
+        self.told = [None if each is None else getattr(each[1], "exception", each[1]) for each in traced]
+        self.told = [getattr(each, "exc", each) for each in self.told]
+
+
+WAITING_ROWS = text("SELECT count(*) FROM idempotency.outbox WHERE status = 'pending'")
 
 
 def test_one_message_of_a_batch_waits_for_postgres_and_the_others_ask_once(
     bank: Celery, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(waiting, "PATIENCE", 2.0)
-    traced, took = without_postgres(bank, monkeypatch, None, 8)
-    kept = [getattr(each[1].exception, "exc", each[1].exception) for each in traced]
-    assert all(isinstance(each, Ignore | Reject) for each in kept)
-    assert 2.0 <= took < 8.0
+    asked = Asked(bank, monkeypatch)
+    assert asked.keys.count("e0") > 1
+    assert [key for key in asked.keys if key != "e0"] == [f"e{n}" for n in range(1, 8)]
+    assert all(isinstance(each, Ignore) for each in asked.told)
+    with engine.connect() as connection:
+        assert connection.execute(WAITING_ROWS).scalar_one() == 8
+
+
+def test_a_message_waits_again_once_another_one_had_an_answer(
+    bank: Celery, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(waiting, "PATIENCE", 1.5)
+    asked = Asked(bank, monkeypatch, back_for="e3")
+    assert [asked.keys.count(f"e{n}") > 1 for n in range(8)] == [True, False, False, False, True, False, False, False]
+    assert states(engine) == {"e3": "completed"}
 
 
 def test_a_batch_waits_for_postgres_within_its_own_limit(
     bank: Celery, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    limit = 5.0
-    _, took = without_postgres(bank, monkeypatch, limit, 8)
-    assert took < limit  # at which the pool kills the process
+    """The claims of all have taken a good part of it. The pool kills the process at the limit."""
+    asked = Asked(bank, monkeypatch, limit=6.0, pause=2.0)
+    assert asked.keys.count("e0") > 1
+    assert asked.took < 6.0
 
 
 def test_a_worker_that_is_told_to_stop_begins_no_other_message_of_a_batch(bank: Celery, engine: Engine) -> None:
@@ -163,3 +199,77 @@ def test_claims_are_given_back_by_one_statement(bank: Celery, engine: Engine, mo
         waiting.note_start()
     assert list(states(engine).values()).count("released") == 49
     assert sum("SET status = 'released'" in statement for statement in sent) == 1
+    with engine.connect() as connection:
+        assert connection.execute(NOT_COUNTED).all() == [(0, 1, 49)]
+
+
+# Attempts of a released operation, its next deliveries, and how many operations have so many.
+NOT_COUNTED = text("""
+SELECT attempts, deliveries, count(*) FROM idempotency.records r CROSS JOIN LATERAL (
+    SELECT count(*) AS deliveries FROM idempotency.outbox o WHERE o.key = r.key AND o.origin = 'retry'
+) o WHERE status = 'released' GROUP BY 1, 2""")
+
+
+def test_claims_are_given_back_over_another_connection_if_theirs_has_been_closed(bank: Celery, engine: Engine) -> None:
+    """As a pooler closes one that is idle while the first body runs."""
+    runtime = runtime_of(bank)
+
+    def body(self: IdempotentTask, account: str) -> None:
+        put(self, account)
+        waiting.note_shutdown()
+        with engine.connect() as other:
+            other.execute(text("SELECT pg_terminate_backend(:pid)"), {"pid": pids[0]})
+
+    task = make_task(bank, body, key="{account}", batch=10, max_attempts=1, batch_commit="each")
+    messages = many(bank, task, 4)
+    with runtime.autocommit() as connection:
+        pids = [connection.exec_driver_sql("SELECT pg_backend_pid()").scalar_one()]
+    try:
+        run(bank, task, *messages)
+    finally:
+        waiting.note_start()
+    assert states(engine) == {"e0": "completed"} | dict.fromkeys(("e1", "e2", "e3"), "released")
+
+
+def test_a_postgres_that_is_away_is_not_asked_for_each_claim(
+    bank: Celery, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[str] = []
+
+    def body(self: IdempotentTask, account: str) -> None:
+        put(self, account)
+        waiting.note_shutdown()
+
+    def away(connection: Any, ids: Any, tokens: Any) -> Any:
+        tried.append("all")
+        raise OperationalError("give back", None, AdminShutdown("terminating connection"))
+
+    def alone(*args: Any, **options: Any) -> Any:
+        tried.append("one")
+        return True
+
+    task = make_task(bank, body, key="{account}", batch=10, max_attempts=1, batch_commit="each")
+    messages = many(bank, task, 4)
+    monkeypatch.setattr(ends, "give_back", away)
+    monkeypatch.setattr(ends, "release", alone)
+    try:
+        run(bank, task, *messages)
+    finally:
+        waiting.note_start()
+    assert tried == ["all"]
+    assert not runtime_of(bank).heartbeat._holdings
+
+
+@TOGETHER_AND_EACH
+def test_a_worker_that_has_been_told_to_stop_begins_no_batch(bank: Celery, engine: Engine, commit: str) -> None:
+    def body(self: IdempotentTask, account: str) -> None:
+        put(self, account)
+
+    task = make_task(bank, body, key="{account}", batch=10, max_attempts=1, batch_commit=commit)
+    messages = many(bank, task, 4)
+    waiting.note_shutdown()
+    try:
+        assert run(bank, task, *messages) == [None] * 4
+    finally:
+        waiting.note_start()
+    assert states(engine) == {}

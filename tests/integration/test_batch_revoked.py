@@ -12,7 +12,7 @@ from celery import Celery, signals
 from sqlalchemy import Engine
 
 from idempotency import IdempotentTask
-from tests.integration.test_batch import statuses
+from tests.integration.test_batch import queued, statuses
 from tests.support import batched, crashing
 from tests.support.processes import Processes, eventually
 
@@ -57,3 +57,7 @@ def test_what_is_completed_is_not_said_to_be_revoked(
         stored = str(backend.get("celery-task-meta-revoked-0"))
     assert '"SUCCESS"' in stored
     assert "announced as revoked" not in worker.log
+    # its message came back, and was acknowledged then: nothing comes back from a worker that ends
+    worker.terminate()
+    assert worker.process.wait(60) == 0
+    assert queued(bank) == 0

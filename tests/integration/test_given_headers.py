@@ -19,6 +19,7 @@ from idempotency.letters.examine import examine
 from idempotency.queues import dead_letter_queues
 from idempotency.relay.relay import Relay
 from idempotency.wire.headers import MISPLACED, refused_headers
+from idempotency.worker.batch import BUDGET, PREPARED
 from tests.support import bank as b
 from tests.support import queues
 from tests.support.processes import Processes, eventually
@@ -155,7 +156,7 @@ def test_a_header_of_a_callers_own_is_no_attribute_of_ours(
     bank: Celery, engine: Engine, relay: Relay, processes: Processes, entries: Callable[[str], int], way: str
 ) -> None:
     """Celery makes each header an attribute of its request, where ours are, too."""
-    given = {"attempt": "2", "asked": "no", "prepared": "yes"}
+    given = {"attempt": "2", "asked": "no", PREPARED: "yes", BUDGET: "much"}
     if way == "enqueue":
         with transactional(engine).begin() as caller:
             b.deposit.enqueue(caller, "mine", headers=given)

@@ -84,5 +84,4 @@ def test_a_thousand_leases_are_renewed_by_one_round_trip(bank: Celery, engine: E
     with engine.connect() as connection:
         assert connection.execute(until).scalar_one() > before
     for answer in answers:
-        assert answer.holding is not None
         runtime.heartbeat.drop(answer.token)

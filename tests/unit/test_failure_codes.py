@@ -9,10 +9,11 @@ from idempotency.observe import metrics
 
 
 def test_codes_beyond_the_first_hundred_are_counted_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics, "_codes", set())
+    monkeypatch.setattr(metrics, "_codes", {})
     for number in range(metrics.CODES + 50):
         metrics.count_failed("codes.many", f"declined-{number}")
-    metrics.count_failed("codes.many", "declined-0")
+    for code in ("declined-0", "attempts_exhausted"):
+        metrics.count_failed("codes.many", code)
 
     counted = {
         sample.labels["code"]: sample.value
@@ -20,6 +21,7 @@ def test_codes_beyond_the_first_hundred_are_counted_together(monkeypatch: pytest
         for sample in family.samples
         if sample.name == "idempotency_failed_total" and sample.labels["task"] == "codes.many"
     }
-    assert len(counted) == metrics.CODES + 1
+    assert len(counted) == metrics.CODES + 2
     assert counted["declined-0"] == 2
+    assert counted["attempts_exhausted"] == 1  # the library's own are few
     assert counted[metrics.OTHER] == 50
