@@ -39,6 +39,8 @@ GLANCE = 0.2
 
 # Whether the worker shuts down. The pool's processes get no signal of that, so they share this page of memory.
 _stopping = mmap.mmap(-1, 1)
+# The hard time limit of the worker itself, by its option or its setting, in seconds: its processes are forked after it is known.
+_worker_limit: float | None = None
 
 
 @dataclass(slots=True)
@@ -101,7 +103,8 @@ class Waiting:
         """When patience ends. Asked only after a failure: hardly any delivery has one."""
         if self._is_cut_short or self._budget.is_spent:
             return self._began
-        limit, until = self._budget.limit or self._time_limit(), self._began + PATIENCE
+        until = self._began + PATIENCE
+        limit = min(filter(None, (self._budget.limit, self._time_limit(), _worker_limit)), default=None)
         return until if limit is None else min(until, self._budget.began + SHARE_OF_TIME_LIMIT * limit)
 
     def _rest(self) -> None:
@@ -127,5 +130,7 @@ def note_shutdown(**_: Any) -> None:
     _stopping[0] = 1
 
 
-def note_start(**_: Any) -> None:
+def note_start(sender: Any = None, **_: Any) -> None:
+    global _worker_limit
     _stopping[0] = 0
+    _worker_limit = getattr(sender, "time_limit", None)

@@ -15,6 +15,7 @@ from sqlalchemy.exc import OperationalError
 
 from idempotency import IdempotentTask
 from idempotency.application import runtime_of
+from idempotency.errors import Unanswered
 from idempotency.store import batches, claims, ends, statements
 from idempotency.upkeep import maintenance
 from idempotency.wire.keys import OperationId
@@ -273,3 +274,17 @@ def test_a_worker_that_has_been_told_to_stop_begins_no_batch(bank: Celery, engin
     finally:
         waiting.note_start()
     assert states(engine) == {}
+
+
+def test_a_delivery_waits_within_the_time_limit_that_its_worker_was_started_with(bank: Celery) -> None:
+    def away() -> None:
+        raise OperationalError("claim", None, Exception("away"))
+
+    bank.WorkController(pool_cls="solo", time_limit=2.0)  # as `celery worker --time-limit 2` makes one
+    began = time.monotonic()
+    try:
+        with pytest.raises(Unanswered):
+            waiting.Waiting("a task").answer(away)
+    finally:
+        waiting.note_start()
+    assert time.monotonic() - began < 2.0
