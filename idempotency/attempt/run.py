@@ -96,12 +96,17 @@ def _rounds(
             if isinstance(ending, Release) and ending.ends_process is not None:
                 raise ending.ends_process from None  # recovery does the rest
         finally:
-            try:
-                if attempt is not None:
-                    attempt.close()
-            finally:
-                runtime.heartbeat.drop(answer.token)  # also if a time limit interrupts the making or the closing
+            _close(runtime, answer, attempt)
     raise IdempotencyError(f"{delivery.id.task}: still in doubt after {DOUBT_ROUNDS} rounds")
+
+
+def _close(runtime: Runtime, claimed: Claimed, attempt: Attempt | None) -> None:
+    """Renew nothing under the claim any more, also if a time limit interrupts the making of the attempt or its closing."""
+    try:
+        if attempt is not None:
+            attempt.close()
+    finally:
+        runtime.heartbeat.drop(claimed.token)
 
 
 def _run_and_commit(attempt: Attempt, body: Body) -> Ending:
