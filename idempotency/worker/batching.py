@@ -164,7 +164,7 @@ class _Job:
 
     def _on_lost(self, exc_info: Any) -> None:
         """The process was lost or killed: none of these messages is known to be done, and each comes again by itself."""
-        error = type(exc_info.exception).__name__ if hasattr(exc_info, "exception") else "TimeLimitExceeded"
+        error = exc_info.type.__name__ if hasattr(exc_info, "type") else "TimeLimitExceeded"
         log.error("batch_lost", task=self._task.name, many=len(self._requests), error=error)
         for request in self._requests:
             if not request._already_revoked:  # terminated by a person: Celery has announced that one, and no other

@@ -41,6 +41,8 @@ class BatchScene(Scene):
         self.worker(2, **environment)
         self.held(phase)
         assert {row.status for row in self.records()} <= {"started", "completed"}, "all three are claimed"
+        self._claimed_as = {row.key: row.fence for row in self.records()}
+        eventually(lambda: len(self._active()) == MANY, timeout=PATIENCE, what="the worker knows all three")
         if postgres is not None:
             postgres.black_hole("replies")
             self.let_go(phase)
@@ -75,6 +77,9 @@ class BatchScene(Scene):
         return {self._letter_of(row) + (",S" if row.key in again else "") for row in self.records()}
 
     def _letter_of(self, row: Row[Any]) -> str:
-        if row.attempts == 1:
+        if row.fence == self._claimed_as[row.key]:
             return "U" if self.logged("event=commit_in_doubt") or self.logged("event=batch_not_committed") else "D"
-        return "R+" if self.logged("event=fenced") or self.logged("event=lease_lost") else "R"
+        return "R+" if self.logged_of(row.key, "event=fenced") or self.logged_of(row.key, "event=lease_lost") else "R"
+
+    def logged_of(self, key: str, text: str) -> bool:
+        return any(text in line and f"key={key} " in line for worker in self.workers for line in worker.log.splitlines())

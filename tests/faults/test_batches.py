@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from celery import Celery
@@ -12,7 +13,9 @@ from celery import Celery
 from tests.faults.batch_scene import BatchScene
 from tests.faults.conftest import SeenCell
 from tests.faults.marks import each
+from tests.faults.own_postgres import fixture_database, fixture_postgres, fixture_template  # noqa: F401
 from tests.faults.scene import PATIENCE
+from tests.faults.test_workers import ended_at_last
 from tests.support.outside import OutsideWorld
 from tests.support.processes import Processes, eventually
 
@@ -95,6 +98,51 @@ def test_a_worker_frozen_in_a_batch_changes_nothing_when_it_goes_on(
     frozen.signal(signal.SIGCONT)
     eventually(lambda: "Connection to broker lost" in frozen.log, timeout=PATIENCE, what="the worker goes on")
     assert scene.records() == done
+    see(scene, cell)
+
+
+@pytest.mark.parametrize("phase", each("F4", *ALL))
+def test_a_worker_that_has_a_batch_is_told_to_stop_and_then_to_stop_at_once(
+    phase: str, scene: BatchScene, cell: SeenCell
+) -> None:
+    postgres = scene.postgres_proxy() if phase == "B3" else None
+    scene.bring_to(phase, postgres)
+    (worker,) = scene.workers
+    worker.process.send_signal(signal.SIGTERM)
+    eventually(lambda: "Warm shutdown" in worker.log, timeout=PATIENCE)
+    worker.process.send_signal(signal.SIGQUIT)
+    if postgres is not None:
+        postgres.heal()
+    ended_at_last(worker)
+    scene.worker()
+    scene.ended()
+    see(scene, cell)
+
+
+@pytest.mark.parametrize("phase", each("F5", *ALL))
+def test_the_worker_that_has_a_batch_loses_its_broker(phase: str, scene: BatchScene, cell: SeenCell) -> None:
+    broker = scene.broker_proxy()
+    postgres = scene.postgres_proxy() if phase == "B3" else None
+    scene.bring_to(phase, postgres)
+    broker.reset()
+    scene.cancelled(phase)
+    scene.ended()
+    see(scene, cell)
+
+
+@pytest.mark.parametrize("phase", each("F12", *ALL))
+def test_a_batch_goes_on_after_postgres_was_killed(
+    phase: str, scene: BatchScene, postgres: Any, cell: SeenCell
+) -> None:
+    proxy = scene.postgres_proxy() if phase == "B3" else None
+    scene.bring_to(phase, proxy)
+    postgres.kill()
+    if proxy is not None:
+        proxy.heal()
+    scene.let_go(phase)
+    postgres.start()
+    eventually(scene.all_completed, timeout=PATIENCE, what="all three completed")
+    eventually(lambda: scene.messages() == 0 and not scene._active(), timeout=PATIENCE, what="acknowledged")
     see(scene, cell)
 
 

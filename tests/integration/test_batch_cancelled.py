@@ -104,6 +104,7 @@ def test_a_later_attempt_of_what_kills_its_process_takes_no_others_with_it(
     post_often.delay("killer", "kill")
     worker = processes.worker("--concurrency", "1", app=NAME)
     eventually(lambda: "batch_lost" in worker.log, what="its first delivery has killed the process")
+    assert "error=WorkerLostError" in worker.log.partition("event=batch_lost")[2].partition("\n")[0]
     # the broker brings it again at once; while its lease lasts, that is a duplicate
     counted = text("SELECT duplicates FROM idempotency.records WHERE key = 'killer'")
     eventually(

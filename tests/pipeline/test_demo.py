@@ -98,7 +98,7 @@ def test_over_http_every_line_is_accounted_for_under_duplicates_and_faults(tmp_p
         *("--refunds", write(tmp_path / "r.csv", REFUNDS, refunds)),
         *("--copies", "3", "--via", "http", "--report", tmp_path / "report.json"),
     )
-    output, errors = run.communicate(timeout=300)
+    output, errors = run.communicate(timeout=540)
 
     assert run.returncode == 0, output + errors
     # The refund of a whole purchase excludes the two parts of it; which of them is first is not promised.
@@ -154,7 +154,7 @@ def test_as_orders_every_purchase_ends_as_its_line_says(tmp_path: Path) -> None:
     purchases = write(tmp_path / "p.csv", PURCHASES, [*rows, ("b-1", "c-1", "2026-03-02", 0, 100, "EUR")])
 
     run = demo("--purchases", purchases, "--flow", "orders", "--report", tmp_path / "report.json")
-    output, errors = run.communicate(timeout=300)
+    output, errors = run.communicate(timeout=540)
 
     assert run.returncode == 0, output + errors
     fields = result(output)
