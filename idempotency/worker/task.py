@@ -173,6 +173,9 @@ class IdempotentTask(ControlledTask[P, R_co]):
                 outcome = self._deliver(delivery_of(self, request))
             else:
                 outcome = self._deliver(prepared.delivery, prepared.answer.outcome)
+            following.note(self, outcome.error if isinstance(outcome, Raised) else None)
+            if isinstance(outcome, Raised) and not request.is_eager:
+                leave_out_values(outcome.error)  # Celery logs it, and sends it to Flower and to a result backend
         except SoftTimeLimitExceeded:
             if request.is_eager:
                 raise
@@ -185,12 +188,8 @@ class IdempotentTask(ControlledTask[P, R_co]):
             leave_out_values(error)
             log.exception("rejected", task=self.name, task_id=request.id)
             raise Reject(describe(error), requeue=False) from error
-        following.note(self, outcome.error if isinstance(outcome, Raised) else None)
         if isinstance(outcome, Raised):
-            if not request.is_eager:
-                leave_out_values(outcome.error)  # Celery logs it, and sends it to Flower and to a result backend
-                raise told_to_celery(outcome.error)
-            raise outcome.error
+            raise outcome.error if request.is_eager else told_to_celery(outcome.error)
         return cast(R_co, outcome.value)
 
     def _deliver(self, delivery: Delivery, known: Outcome | None = None) -> Returned | Raised:

@@ -82,4 +82,6 @@ class BatchScene(Scene):
         return "R+" if self.logged_of(row.key, "event=fenced") or self.logged_of(row.key, "event=lease_lost") else "R"
 
     def logged_of(self, key: str, text: str) -> bool:
-        return any(text in line and f"key={key} " in line for worker in self.workers for line in worker.log.splitlines())
+        return any(
+            text in line and f"key={key} " in line for worker in self.workers for line in worker.log.splitlines()
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,11 +14,14 @@ from sqlalchemy import Engine
 from idempotency import IdempotentTask, OperationFailed, PermanentError
 from idempotency.application import runtime_of
 from idempotency.attempt import attempt as attempts
+from idempotency.worker import following
 from idempotency.worker.batching import _Job
 from tests.integration.test_batch import statuses
 from tests.integration.test_batch_each import many
 from tests.integration.test_batch_neighbours import accounts, put, run, states
 from tests.support import batched
+from tests.support.bank import deposit
+from tests.support.deliveries import Deliveries
 from tests.support.processes import Processes, eventually
 from tests.support.tasks import make_task
 
@@ -60,6 +64,22 @@ def test_celery_is_told_of_a_failed_operation(bank: Celery, engine: Engine, kind
     assert isinstance(error, OperationFailed)
     assert error.code == kind.__name__
     assert states(engine) == {"e0": "failed"}
+
+
+def test_a_soft_limit_after_the_commit_brings_the_message_again_and_fails_nothing(
+    bank: Celery, deliveries: Deliveries, entries: Callable[[str], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While its callbacks are looked at. Celery would take it for the task's own error, and send its errbacks."""
+
+    def limited(*_: Any) -> None:
+        raise SoftTimeLimitExceeded  # as the pool raises it
+
+    with monkeypatch.context() as patch:
+        patch.setattr(following, "note", limited)
+        first = deliveries.deliver(deposit, "a")
+    assert (first.state, first.value.requeue) == ("REJECTED", True)
+    assert deliveries.deliver(deposit, "a").state == "SUCCESS"
+    assert entries("a") == 1
 
 
 class _Request:

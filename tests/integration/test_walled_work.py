@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
+from billiard.exceptions import SoftTimeLimitExceeded
 from celery import Celery
 from sqlalchemy import Connection, Engine, create_engine, event, text
 from sqlalchemy.exc import ProgrammingError
@@ -44,6 +45,7 @@ from idempotency.store.driver import SET_TENANTS
 from idempotency.store.rights import APPLICATION, OPERATOR, RELAY
 from idempotency.upkeep import alarms, alerts, maintenance
 from idempotency.upkeep.presence import SignOfLife
+from idempotency.wire.headers import TENANT_HEADER
 from tests.integration.test_batch_neighbours import batched, message, run, states
 from tests.sagas.conftest import Stage
 from tests.support import bank as b
@@ -53,6 +55,7 @@ from tests.support.dump import holding
 from tests.support.edge import Handler, within
 from tests.support.outside import OutsideWorld
 from tests.support.roles import PASSWORDS, url_of
+from tests.support.tasks import make_task
 
 Under = Callable[[str], Any]
 
@@ -342,6 +345,25 @@ def test_the_tenant_costs_a_batch_one_statement_while_no_body_names_another(unde
         run(app, task, *(message(app, task, f"e{n}") for n in range(3)))
     assert [statement for statement in asked if "set_config('idempotency.tenant'" in statement] == [SET_TENANTS]
     assert set(states(engine).values()) == {"completed"}
+
+
+def test_claims_of_two_tenants_are_given_back_each_behind_its_wall(under: Under, engine: Engine) -> None:
+    def body(self: IdempotentTask, account: str) -> None:
+        if account == "e0":
+            raise SoftTimeLimitExceeded  # as the pool raises it; the others are not begun
+
+    with under(APPLICATION) as app:
+        task = make_task(app, body, key="{account}", batch=10, max_attempts=1, batch_commit="each")
+        messages = [message(app, task, f"e{n}") for n in range(5)]
+        for n, (_, request, *_) in enumerate(messages):
+            request[TENANT_HEADER] = "ab"[n % 2]
+        assert [traced is None for traced in run(app, task, *messages)] == [False, True, True, True, True]
+    with engine.connect() as connection:
+        left = connection.execute(
+            text("SELECT tenant, key, status, attempts FROM idempotency.records ORDER BY key")
+        ).all()
+    given_back = [("b", "e1"), ("a", "e2"), ("b", "e3"), ("a", "e4")]
+    assert left == [("a", "e0", "failed", 1), *((tenant, key, "released", 0) for tenant, key in given_back)]
 
 
 def test_sagas_of_two_tenants_wait_are_woken_and_undone(under: Under, engine: Engine, deliveries: Deliveries) -> None:
