@@ -33,7 +33,7 @@ from tests.support.operations import Entries, Record
 from tests.support.outside import OutsideWorld
 from tests.support.partitions import purging_drops, put_into_partitions
 from tests.support.pooler import Pooler
-from tests.support.processes import Processes, Worker, eventually
+from tests.support.processes import PYTHONPATH, START, Processes, Worker, eventually
 
 # What takes long begins first (with `--no-loadscope-reorder`): begun last, it would be all that runs at the end. Each of
 # the four processes is given two files to begin with, the first four and then the next four, so the longest is together
@@ -66,6 +66,7 @@ def pytest_configure() -> None:
 
     They write and sync as everywhere else; a sync costs nothing there. With 4 processes on 2 cores, that is most of the wait.
     """
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (START, os.environ.get("PYTHONPATH"))))
     memory = Path("/dev/shm")
     if "TMPDIR" not in os.environ and memory.is_dir() and shutil.disk_usage(memory).free >= ROOM:
         os.environ["TMPDIR"] = str(memory)
@@ -236,7 +237,7 @@ def environment(servers: services.Services, application_database: str, redis_url
         "BROKER_URL": servers.broker_url,
         "BANK_QUEUE": f"bank-{uuid4().hex[:8]}",
         "CRASH_DIRECTORY": str(crash_directory),
-        "PYTHONPATH": os.getcwd(),
+        "PYTHONPATH": PYTHONPATH,
     }
     shutil.rmtree(crash_directory, ignore_errors=True)
 

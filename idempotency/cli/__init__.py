@@ -1,5 +1,7 @@
 """The command line: `idempotency`, and `python -m idempotency.cli`. Tables for people, `--json` for programs."""
 
+import atexit
+import gc
 import sys
 
 from ..extras import extra
@@ -8,6 +10,7 @@ from ..text import one_line
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line, by default that of the process; an error is one line on stderr and exit status 1."""
+    atexit.register(gc.freeze)  # else a short command spends half of its time on collecting what it has loaded
     for number, argument in enumerate(sys.argv[1:] if arguments is None else arguments, 1):
         try:
             argument.encode()

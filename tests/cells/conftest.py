@@ -17,7 +17,7 @@ import services
 from idempotency.application import close_runtime
 from idempotency.worker.store_runtimes import close_store_runtimes
 from tests.support import celled
-from tests.support.processes import Processes
+from tests.support.processes import PYTHONPATH, Processes
 
 Cells = dict[str, dict[str, str]]
 Count = Callable[[str, str], int]
@@ -97,6 +97,6 @@ def serve(cells: Cells, monkeypatch: pytest.MonkeyPatch) -> Iterator[Serve]:
 @pytest.fixture
 def cell_processes(cells: Cells) -> Iterator[Processes]:
     """Workers and relays of the cells, which are told theirs by IDEMPOTENCY_CELL."""
-    running = Processes({**os.environ, "CELLS": json.dumps(cells), "PYTHONPATH": os.getcwd()})
+    running = Processes({**os.environ, "CELLS": json.dumps(cells), "PYTHONPATH": PYTHONPATH})
     yield running
     running.kill_all()

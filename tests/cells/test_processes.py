@@ -21,7 +21,7 @@ from tests.cells.conftest import Cells, Count, Serve
 from tests.faults.own_postgres import fixture_postgres  # noqa: F401
 from tests.support import bank
 from tests.support.celled import app, deposit
-from tests.support.processes import Processes, eventually
+from tests.support.processes import PYTHONPATH, Processes, eventually
 
 
 @pytest.fixture
@@ -89,7 +89,7 @@ def test_each_operation_once_in_its_own_database_and_one_cells_end_is_not_the_ot
 def test_a_process_that_serves_no_cell_does_not_start(cells: Cells, command: list[str]) -> None:
     module, name = command
     arguments = ["relay", "-A", "tests.support.celled"] if name == "relay" else ["-A", "tests.support.celled", name]
-    environment = {**os.environ, "CELLS": json.dumps(cells), "PYTHONPATH": os.getcwd()}
+    environment = {**os.environ, "CELLS": json.dumps(cells), "PYTHONPATH": PYTHONPATH}
     environment.pop("IDEMPOTENCY_CELL", None)
     done = subprocess.run(
         [sys.executable, "-m", module, *arguments], env=environment, capture_output=True, text=True, timeout=90

@@ -26,7 +26,7 @@ from tests.chaos.checker import Accepted, Evidence, Violation, check
 from tests.controls import app as controlled
 from tests.controls.safeguards import without
 from tests.support import bank
-from tests.support.processes import Processes, Worker, eventually
+from tests.support.processes import PYTHONPATH, Processes, Worker, eventually
 
 # Longer than any run: no timer fires, time passes by UPDATE.
 LEASE, MAX_RUN = 900, 3600
@@ -160,7 +160,7 @@ def stage(servers: services.Services, *removed: str, **environment: str) -> Iter
         "LEASE": str(LEASE),
         "MAX_RUN": str(MAX_RUN),
         "WITHOUT": ",".join(removed),
-        "PYTHONPATH": os.getcwd(),
+        "PYTHONPATH": PYTHONPATH,
         **environment,
     }
     try:

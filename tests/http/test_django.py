@@ -10,6 +10,7 @@ from sqlalchemy import text
 from sqlalchemy.engine import make_url
 
 from tests.support.edge import Edge, Server
+from tests.support.processes import PYTHONPATH
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "http_django"
 
@@ -24,7 +25,7 @@ def test_a_django_views_orm_writes_are_committed_with_its_answer(edge: Edge, edg
         "PGDATABASE": str(url.database),
         "PGUSER": str(url.username),
         "PGPASSWORD": str(url.password),
-        "PYTHONPATH": f"{EXAMPLE}{os.pathsep}{os.getcwd()}",
+        "PYTHONPATH": f"{EXAMPLE}{os.pathsep}{PYTHONPATH}",
     }
     server = Server(environment, "shop:application")
     try:

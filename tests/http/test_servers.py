@@ -15,7 +15,7 @@ import pytest
 from tests.support import crashing
 from tests.support.edge import Edge, Server, end_lease, new_key
 from tests.support.outside import OutsideWorld
-from tests.support.processes import eventually
+from tests.support.processes import PYTHONPATH, eventually
 
 PARALLEL = 50
 
@@ -29,7 +29,7 @@ def provider() -> Iterator[OutsideWorld]:
 
 @pytest.fixture(scope="module")
 def environment(edge_database: str, provider: OutsideWorld) -> dict[str, str]:
-    return {**os.environ, "DATABASE_URL": edge_database, "OUTSIDE_URL": provider.url, "PYTHONPATH": os.getcwd()}
+    return {**os.environ, "DATABASE_URL": edge_database, "OUTSIDE_URL": provider.url, "PYTHONPATH": PYTHONPATH}
 
 
 @pytest.fixture(scope="module")

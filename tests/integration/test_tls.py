@@ -44,7 +44,7 @@ from tests.support.encrypted import (
     authority,
     make_certificates,
 )
-from tests.support.processes import Processes
+from tests.support.processes import PYTHONPATH, Processes
 
 pytestmark = pytest.mark.direct
 QUEUE = f"bank-{uuid4().hex[:8]}"
@@ -96,7 +96,7 @@ def environment(encrypted: Encrypted) -> dict[str, str]:
         "BROKER_URL": encrypted.rabbitmq.url,
         "BROKER_CA_FILE": encrypted.authority,
         "BANK_QUEUE": QUEUE,
-        "PYTHONPATH": os.getcwd(),
+        "PYTHONPATH": PYTHONPATH,
     }
 
 

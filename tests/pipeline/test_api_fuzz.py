@@ -24,6 +24,7 @@ from idempotency.operate.change import Change
 from idempotency.operate.people import add_operator
 from idempotency.store import schema as tables
 from tasks import migrate
+from tests.support.processes import PYTHONPATH
 from tests.support.server import api_key, serving
 
 EXAMPLES = int(os.environ.get("EXAMPLES", "3"))
@@ -69,7 +70,7 @@ def described(servers: services.Services) -> Iterator[Described]:
     with engine.begin() as connection:
         operator = add_operator(connection, Change("setup", "tests"), "ann", "operator", days=1)
     with serving(
-        environment | {"PYTHONPATH": os.getcwd()}, factory="tests.support.server:create_unlimited_app"
+        environment | {"PYTHONPATH": PYTHONPATH}, factory="tests.support.server:create_unlimited_app"
     ) as server:
         document = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
         yield Described(server.url, document, api_key(engine, "acme"), operator)

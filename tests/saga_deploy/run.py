@@ -23,7 +23,7 @@ from tests.saga_deploy import books
 from tests.saga_deploy.application import NEW, OLD, REPAIRED, make, prepare
 from tests.saga_deploy.books import EVENT_OF, Book
 from tests.support.applications import delete_queues
-from tests.support.processes import Processes, Worker, eventually
+from tests.support.processes import PYTHONPATH, Processes, Worker, eventually
 
 APP = "tests.saga_deploy.application"
 # Begun and published so many in one transaction.
@@ -261,5 +261,5 @@ def opened() -> Iterator[tuple[dict[str, str], str]]:
         database = running.create_database(name)
         bank.prepare(database)
         environment = {**os.environ, **running.environment(), "DATABASE_URL": database}
-        yield environment | {"BANK_QUEUE": f"deploy-{uuid4().hex[:8]}", "PYTHONPATH": os.getcwd()}, database
+        yield environment | {"BANK_QUEUE": f"deploy-{uuid4().hex[:8]}", "PYTHONPATH": PYTHONPATH}, database
         running.drop_database(name)

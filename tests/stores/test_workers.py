@@ -28,7 +28,7 @@ from tests.stores.conftest import REGION, TABLE
 from tests.stores.promises import STORES, promise
 from tests.support import crashing
 from tests.support.outside import OutsideWorld
-from tests.support.processes import Processes, eventually
+from tests.support.processes import PYTHONPATH, Processes, eventually
 
 # Seconds: long enough for the heartbeat of a busy machine, short enough to wait for.
 LEASE = 2.0
@@ -73,7 +73,7 @@ def fleet(request: pytest.FixtureRequest, servers: services.Services) -> Iterato
         "QUORUM": "1",
         "LEASE": str(LEASE),
         "CRASH_DIRECTORY": str(directory),
-        "PYTHONPATH": os.getcwd(),
+        "PYTHONPATH": PYTHONPATH,
     }
     processes = Processes(environment)
     application.configure(environment)

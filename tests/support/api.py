@@ -16,6 +16,7 @@ from sqlalchemy import text
 import services
 from sandbox import ledger
 from tests.support import shop
+from tests.support.processes import PYTHONPATH
 from tests.support.server import Server, api_key, client, serving
 from tests.support.shop import Shop
 
@@ -79,7 +80,7 @@ def forget(api: Api, *keys: str) -> None:
 @contextmanager
 def running(servers: services.Services, template: str, data: Path) -> Iterator[Api]:
     with shop.running(servers, template, data) as running_shop:
-        environment = {**os.environ, "PYTHONPATH": os.getcwd(), "CRASH_DIRECTORY": str(data), "IDEMPOTENCY_LEASE": "4"}
+        environment = {**os.environ, "PYTHONPATH": PYTHONPATH, "CRASH_DIRECTORY": str(data), "IDEMPOTENCY_LEASE": "4"}
         environment["IDEMPOTENCY_HEARTBEAT"] = "1"
         with serving(environment) as server:
             keys = [api_key(running_shop.engine, tenant) for tenant in ("acme", "globex")]

@@ -19,7 +19,7 @@ import services
 from idempotency.application import close_runtime
 from sandbox import ledger
 from sandbox import process as sandbox_process
-from tests.support.processes import Processes, eventually
+from tests.support.processes import PYTHONPATH, Processes, eventually
 
 
 class Shop:
@@ -69,7 +69,7 @@ class Shop:
         stack.callback(self.engine.dispose)
         migrate.migrate(self.engine)
         stack.callback(close_runtime, tasks.app)
-        self.processes = Processes({**os.environ, "PYTHONPATH": os.getcwd()})
+        self.processes = Processes({**os.environ, "PYTHONPATH": PYTHONPATH})
         stack.callback(self.processes.kill_all)
         queues = "payments,refunds,orders,notifications,webhooks,maintenance"
         self.worker = self.processes.worker("--concurrency", "4", "-Q", queues, app="tasks")
