@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from celery import bootsteps
 from celery.signals import (
     after_setup_logger,
     after_setup_task_logger,
@@ -23,6 +24,19 @@ from .observe import logs, metrics
 from .upkeep import presence
 from .worker import eager, signed_calls, unread, waiting
 
+
+class Stopping(bootsteps.StartStopStep):
+    """The worker's step that says that it stops: of a remote `shutdown` Celery sends no signal."""
+
+    def close(self, worker: Any) -> None:
+        waiting.note_shutdown()
+
+
+def add_stopping(sender: Any, **_: Any) -> None:
+    """For `worker_init`."""
+    sender.app.steps["worker"].add(Stopping)
+
+
 # Celery calls them in this order: a configuration that is refused never registers a sign of life.
 _RECEIVERS: tuple[tuple[Any, Callable[..., object]], ...] = (
     (after_setup_logger, logs.keep_lines_whole),
@@ -35,6 +49,7 @@ _RECEIVERS: tuple[tuple[Any, Callable[..., object]], ...] = (
     (worker_init, guard.add_guard),
     (worker_init, presence.sign_as_worker),
     (worker_init, waiting.note_start),
+    (worker_init, add_stopping),
     (worker_shutting_down, waiting.note_shutdown),
     (beat_init, startup.check_beat_start),
     (beat_init, presence.sign_as_beat),
@@ -46,6 +61,7 @@ _FOR_STORES: tuple[tuple[Any, Callable[..., object]], ...] = (
     (worker_init, startup.check_stores_start),
     (worker_init, unread.reject_unread),
     (worker_init, waiting.note_start),
+    (worker_init, add_stopping),
     (worker_shutting_down, waiting.note_shutdown),
 )
 

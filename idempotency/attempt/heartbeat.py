@@ -25,10 +25,16 @@ class Holding:
     lease: float
     since: float = field(init=False)
     renewed_at: float = field(init=False)
+    # what the longest run is counted from
+    begun_at: float = field(init=False)
     taken: bool = False
 
     def __post_init__(self) -> None:
-        self.since = self.renewed_at = self.claim.asked_at
+        self.since = self.renewed_at = self.begun_at = self.claim.asked_at
+
+    def wait_on(self) -> None:
+        """Count the longest run from now: another body of the same process has ended, and this one is not begun yet."""
+        self.begun_at = time.monotonic()
 
     @property
     def is_renewed(self) -> bool:
@@ -105,7 +111,7 @@ class Heartbeat:
         now = time.monotonic()
         renewable = []
         for holding in holdings:
-            if now - holding.since < self._longest_run:
+            if now - holding.begun_at < self._longest_run:
                 renewable.append(holding)
             elif not holding.taken:
                 self.lose(holding, "max_run")

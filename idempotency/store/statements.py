@@ -185,7 +185,7 @@ def leave_out_values(error: BaseException | None) -> None:
         if each is None or id(each) in found:
             continue
         found[id(each)] = each
-        errors += [each.__cause__, each.__context__, *getattr(each, "exceptions", ())]
+        errors += [each.__cause__, each.__context__, *(each.exceptions if isinstance(each, BaseExceptionGroup) else ())]
         # of SQLAlchemy's, and of Celery's Retry
         errors += [inner for name in ("orig", "exc") if isinstance(inner := getattr(each, name, None), BaseException)]
     # An ORM's error is a copy of the driver's. Found first: afterwards their texts differ.

@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
@@ -49,6 +49,8 @@ Decoded = tuple[str, dict[str, Any], Any]
 SHARE_OF_LIMIT = 0.9
 # Attributes of a request, and keys in the dictionary that it is made from, beside a sender's headers.
 PREPARED, BUDGET = "idempotency_prepared", "idempotency_budget"
+# What a body's attempt sets in its request.
+OURS = frozenset(("retries", "attempt", "asked", "eta", "replacement"))
 
 
 @dataclass(slots=True)
@@ -60,6 +62,8 @@ class Prepared:
     has_begun: bool = False
     # by what is raised once for a whole job
     is_interrupted: bool = False
+    # what a body that has ended together with others, and its hooks, have changed in their request
+    left: dict[str, Any] = field(default_factory=dict)
 
 
 def prepared_for(request: Any) -> Prepared | None:
@@ -121,20 +125,38 @@ def run_batch(
         request[BUDGET] = budget
     try:
         with suppress(SoftTimeLimitExceeded):
-            if not is_stopping():
-                _prepare(task, [(request, body) for _, request, body in decoded if body is not None], ends_at)
+            if not is_stopping() and not _is_prepared(task, decoded, ends_at):
+                return [None] * len(calls)
             for traced in _trace_each(trace, name, decoded, calls, ends_at):
                 results.append(traced)
+                for _, request, _ in decoded[len(results) :]:
+                    if (each := _prepared(request)) is not None and each.answer.holding is not None:
+                        each.answer.holding.wait_on()
     finally:
         claimed = [each for _, request, _ in decoded if (each := _prepared(request)) is not None]
         try:
             _let_go(task, claimed)
         except SoftTimeLimitExceeded:  # raised once for a job
             _let_go(task, claimed)
+        except SystemExit:  # and so is this one, by the SIGTERM of a worker that is told to end at once
+            _let_go(task, claimed)
+            raise
     results += [None] * (len(calls) - len(results))
     if left := results.count(None):
         log.warning("batch_not_run", task=name, many=left)
     return results
+
+
+def _is_prepared(task: IdempotentTask[..., Any], decoded: Sequence[Decoded], ends_at: float) -> bool:
+    """False: not one of them can be looked at now, whose messages come again."""
+    try:
+        _prepare(task, [(request, body) for _, request, body in decoded if body is not None], ends_at)
+    except SoftTimeLimitExceeded:
+        raise
+    except Exception:
+        log.exception("batch_not_prepared", task=task.name, many=len(decoded))
+        return False
+    return True
 
 
 def _trace_each(
@@ -175,6 +197,8 @@ def _prepared(request: dict[str, Any]) -> Prepared | None:
 
 def _let_go(task: IdempotentTask[..., Any], claimed: Sequence[Prepared]) -> None:
     """Give back the claims of messages whose body was not entered, and renew none any more."""
+    if not claimed:
+        return
     runtime = runtime_of(task.app)
     try:
         not_begun = [(each.delivery, each.answer) for each in claimed if not each.has_begun and not each.answer.outcome]
@@ -216,6 +240,7 @@ def _prepare(task: IdempotentTask[..., Any], calls: Sequence[tuple[dict[str, Any
             return
         members = list(group)
         contexts = [context for _, context, _ in members]
+        before = [dict(vars(context)) for context in contexts]
         deliveries = [delivery for delivery, _, _ in members]
         tokens = [secrets.token_hex(16) for _ in members]
         prepared = [
@@ -233,8 +258,18 @@ def _prepare(task: IdempotentTask[..., Any], calls: Sequence[tuple[dict[str, Any
                 finished = [place for place, answer in enumerate(answers) if answer.finished is not None]
             finally:
                 spans.end(finished)
-        for each, answer in zip(prepared, answers, strict=True):
+        for place, (each, answer) in enumerate(zip(prepared, answers, strict=True)):
             each.answer = answer
+            if answer.finished is not None:
+                each.left = _left(before[place], vars(contexts[place]))
+
+
+def _left(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: value
+        for name, value in after.items()
+        if name not in OURS and (name not in before or before[name] is not value)
+    }
 
 
 def _is_plain(task: IdempotentTask[..., Any], delivery: Delivery) -> bool:

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from .task import IdempotentTask
 
 
-# Seconds from one look for a free process to the next.
-LOOK = 0.01
 # Of messages that the broker does not mark as redelivered, and whose operation has had an attempt. Most of what is sent again because
 # the broker lost it (`resend`) has not.
 LATER = frozenset(("retry", "recover", "replay"))
@@ -48,18 +46,14 @@ def strategy(task: IdempotentTask[..., Any], app: Any, consumer: Any, **options:
 class _Gathering:
     """A worker's consumer as a strategy sees it, which collects a task's requests and sends them to the pool together.
 
-    A batch is sent when it is full, or when its first message has waited for `batch_wait` and a process of the pool is free:
-    while none is, more may join.
+    A batch takes its place in Celery's line for the pool when it is full, or when its first message has waited for `batch_wait`;
+    until a process takes it, more may join.
     """
 
     def __init__(self, task: IdempotentTask[..., Any], consumer: Any) -> None:
         self._task = task
         self._consumer = consumer
-        self._requests: list[Any] = []
-        # of the batch that is gathered: its time may come when it has long been sent, and another one has begun
-        self._number = 0
-        # with some pools, timers run in a thread of their own
-        self._lock = threading.Lock()
+        self._job: _Job | None = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._consumer, name)
@@ -71,33 +65,17 @@ class _Gathering:
         if came_before or any(request.time_limits):
             self._consumer.on_task_request(request)
             return
-        with self._lock:
-            self._requests.append(request)
-            many, number = len(self._requests), self._number
-        if many >= self._task.batch:
-            self._send(number)
-        elif many == 1:
-            self._consumer.timer.call_after(self._task.batch_wait, self._close, (number,))
+        job = self._job
+        if job is None or not job.join(request):
+            self._job = job = _Job(self._task, [request], getattr(self._consumer, "controller", None))
+            self._consumer.timer.call_after(self._task.batch_wait, self._stand_in_line, (job,))
+        if job.is_full:
+            self._stand_in_line(job)
 
-    def _close(self, number: int) -> None:
-        if number == self._number and self._is_pool_busy():
-            self._consumer.timer.call_after(LOOK, self._close, (number,))
-        else:
-            self._send(number)
-
-    def _is_pool_busy(self) -> bool:
-        semaphore = getattr(getattr(self._consumer, "controller", None), "semaphore", None)
-        return semaphore is not None and semaphore.value <= 0  # only pools of processes have one
-
-    def _send(self, number: int) -> None:
-        with self._lock:
-            if number != self._number:
-                return
-            self._number += 1
-            requests, self._requests = self._requests, []
-        if requests:
+    def _stand_in_line(self, job: _Job) -> None:
+        if job.is_first_call():
             # Celery waits for a free process of the pool, and then calls `execute_using_pool`
-            self._consumer.on_task_request(_Job(self._task, requests, getattr(self._consumer, "controller", None)))
+            self._consumer.on_task_request(job)
 
 
 class _Job:
@@ -105,16 +83,43 @@ class _Job:
 
     def __init__(self, task: IdempotentTask[..., Any], requests: Sequence[Any], controller: Any = None) -> None:
         self._task = task
-        self._requests = requests
+        self._requests: list[Any] = []
         self._controller = controller
         self._is_green = False
-        signals: set[int] = set()
+        self._signals: set[int] = set()
+        # with some pools, timers run in a thread of their own
+        self._lock = threading.Lock()
+        self._stands_in_line = self._has_begun = False
         for request in requests:
-            for name in ("cancel", "terminate"):
-                setattr(request, name, partial(_signalled, ref(request), name, signals))
+            self._add(request)
+
+    @property
+    def is_full(self) -> bool:
+        return len(self._requests) >= self._task.batch
+
+    def join(self, request: Any) -> bool:
+        """Returns whether it was not too late, and there was room."""
+        with self._lock:
+            if self._has_begun or self.is_full:
+                return False
+            self._add(request)
+            return True
+
+    def _add(self, request: Any) -> None:
+        self._requests.append(request)
+        for name in ("cancel", "terminate"):
+            setattr(request, name, partial(_signalled, ref(request), name, self._signals))
+
+    def is_first_call(self) -> bool:
+        """Whether it does not stand in Celery's line yet; from now on it does."""
+        with self._lock:
+            stood, self._stands_in_line = self._stands_in_line, True
+        return not stood
 
     def execute_using_pool(self, pool: Any) -> None:
         """Send it, as Celery's request of one message does."""
+        with self._lock:
+            self._has_begun = True
         for request in self._requests:
             request.revoked()  # marks the message: it is delivered, and ends its operation
         task, first = self._task, self._requests[0]
@@ -176,9 +181,13 @@ class _Job:
 
 
 def _signalled(request: ref[Any], name: str, sent: set[int], pool: Any, signal: Any = None, **options: Any) -> None:
-    """Celery's way to end one request, with one difference: the process of its batch gets each signal once."""
+    """Celery's way to end one request, with two differences: the process of its batch gets each signal once, and of one that is
+    cancelled with its connection nothing is announced: it may have ended before the others; the message comes back.
+    """
     found = request()
     if found is not None:
+        if name == "cancel":
+            options["emit_retry"] = False
         # one that Celery has kept, for when the pool accepts the request, is that already
         once = pool if isinstance(pool, _SignalsOnce) else _SignalsOnce(pool, sent)
         getattr(type(found), name)(found, once, signal, **options)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Generic, NoReturn
 
+from billiard.exceptions import SoftTimeLimitExceeded
 from celery import Signature, signature
 from celery.backends.base import DisabledBackend
 from celery.exceptions import Ignore, ImproperlyConfigured
@@ -94,7 +95,7 @@ class ControlledTask(RunningTask[P, R_co], RetriedTask[P, R_co], Generic[P, R_co
             raise UnsupportedControl(f"replace: at most {LONGEST_REPLACEMENT} times in a row")
         try:
             return super().replace(signature(result[results.REPLACED], app=self.app))
-        except Ignore:
+        except (Ignore, SoftTimeLimitExceeded):
             raise
         except Exception as error:
             # an eager call has run it; some OSErrors are ValueErrors, too
@@ -105,13 +106,13 @@ class ControlledTask(RunningTask[P, R_co], RetriedTask[P, R_co], Generic[P, R_co
     def _read(self, delivery: Delivery, stored: str) -> Any:
         """The stored result, for a duplicate. Raises, for a caller, what reading it raises.
 
-        For a message it is `Ignore`, also if the result was erased: the operation is carried out, and no failure, whose errbacks
+        For a message it is `Ignore`, unless a time limit has come, also if the result was erased: the operation is carried out, and no failure, whose errbacks
         might undo what was done.
         """
         try:
             return runtime_of(self.app).read_result(stored)
         except Exception as error:
-            if delivery.is_eager:
+            if delivery.is_eager or isinstance(error, SoftTimeLimitExceeded):
                 raise
             say = log.info if isinstance(error, ResultErased) else log.error
             say("result_unreadable", task=self.name, key=delivery.id.key, error=type(error).__name__)

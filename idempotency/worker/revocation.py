@@ -16,8 +16,8 @@ import secrets
 from typing import Any
 
 from celery.app.task import Context
-from celery.exceptions import Ignore
-from celery.worker import request
+from celery.exceptions import Ignore, Reject
+from celery.worker import request, state
 
 from ..application import runtime_of
 from ..attempt import claim
@@ -28,6 +28,7 @@ from ..store.answers import Claimed, Completed, Failed
 from ..wire.headers import MESSAGE_VERSION, REVOKED_HEADER, VERSION_HEADER, all_headers
 from .calls import KeyedTask
 from .deliveries import delivery_of
+from .following import UNREADABLE
 
 
 class KeyedRequest(request.Request):
@@ -57,6 +58,9 @@ class Request(KeyedRequest):
         error = getattr(exc_info.exception, "exc", exc_info.exception)  # wrapped with its traceback by the pool
         if isinstance(error, Ignore) and error.args == (REVOKED,):
             return super()._announce_revoked(REVOKED, False, None, False)  # acknowledges, too
+        if isinstance(error, Reject) and error.reason == UNREADABLE:
+            state.task_ready(self)
+            return self.reject(requeue=False)
         return super().on_failure(exc_info, *args, **kwargs)
 
     def _announce_revoked(self, reason: str, terminated: bool, signum: Any, expired: bool) -> None:

@@ -167,11 +167,13 @@ class IdempotentTask(ControlledTask[P, R_co]):
             if args and isinstance(args[0], Context):
                 return cast(R_co, self._run_as_errback(args, kwargs))
             return cast(R_co, self.apply(args, kwargs, throw=True).get(disable_sync_subtasks=False))
+        outcome: Returned | Raised | None = None
         try:
             prepared = prepared_for(request)
             if prepared is None:
                 outcome = self._deliver(delivery_of(self, request))
             else:
+                request.update(prepared.left)
                 outcome = self._deliver(prepared.delivery, prepared.answer.outcome)
             following.note(self, outcome.error if isinstance(outcome, Raised) else None)
             if isinstance(outcome, Raised) and not request.is_eager:
@@ -187,7 +189,7 @@ class IdempotentTask(ControlledTask[P, R_co]):
                 raise
             leave_out_values(error)
             log.exception("rejected", task=self.name, task_id=request.id)
-            raise Reject(describe(error), requeue=False) from error
+            raise Reject(describe(error) if outcome is None else following.UNREADABLE, requeue=False) from error
         if isinstance(outcome, Raised):
             raise outcome.error if request.is_eager else told_to_celery(outcome.error)
         return cast(R_co, outcome.value)
@@ -259,6 +261,8 @@ class IdempotentTask(ControlledTask[P, R_co]):
             case Completed():
                 try:
                     result = self._read(delivery, outcome.result)
+                except SoftTimeLimitExceeded:
+                    raise
                 except Exception as error:
                     return Raised(error)
                 return self._returned(delivery, result)

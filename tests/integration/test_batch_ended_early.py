@@ -1,0 +1,146 @@
+"""A batch that ends early, or waits for long: what has not begun is given back, is not counted, and does not fail."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from celery import Celery, _state
+from celery.concurrency.gevent import TaskPool as Greenlets
+from celery.concurrency.thread import TaskPool as Threads
+from sqlalchemy import Engine, text
+
+from idempotency import IdempotentTask
+from idempotency.attempt.batch import Answer
+from idempotency.attempt.giving_back import give_back
+from idempotency.attempt.policy import Policy
+from idempotency.attempt.runtime import Runtime
+from idempotency.upkeep import maintenance
+from idempotency.wire.delivery import Delivery
+from idempotency.worker import batch, waiting
+from idempotency.worker.batching import _Job
+from tests.integration.test_batch import statuses
+from tests.integration.test_batch_each import many
+from tests.integration.test_batch_limits import Request
+from tests.integration.test_batch_neighbours import message, put, run, states
+from tests.support import batched, crashing
+from tests.support.processes import Processes, eventually
+from tests.support.tasks import make_task
+
+app = batched.app
+ROWS = text("SELECT key, status, attempts FROM idempotency.records ORDER BY key")
+
+
+@app.task(
+    base=IdempotentTask, name="remote.post", bind=True, key="{account}", batch=10, batch_wait=1.0, batch_commit="each"
+)
+def post(self: IdempotentTask, account: str, how: str = "") -> Any:
+    return batched.post(self, account, how)
+
+
+def test_an_exit_that_comes_while_claims_are_given_back_leaves_none(
+    bank: Celery, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+
+    def body(self: IdempotentTask, account: str) -> None:
+        put(self, account)
+        waiting.note_shutdown()  # told to stop, warm
+
+    def interrupted(runtime: Runtime, given: Sequence[tuple[Delivery, Answer]], policy: Policy) -> None:
+        calls.append(len(given))
+        if len(calls) == 1:
+            raise SystemExit(0)  # as the handler of SIGTERM raises it
+        give_back(runtime, given, policy)
+
+    monkeypatch.setattr(batch, "give_back", interrupted)
+    task = make_task(bank, body, key="{account}", batch=10, max_attempts=1, batch_commit="each")
+    try:
+        with suppress(SystemExit):
+            run(bank, task, *many(bank, task, 4))
+    finally:
+        waiting.note_start()
+    assert states(engine) == {"e0": "completed"} | dict.fromkeys(("e1", "e2", "e3"), "released")
+
+
+@pytest.mark.parametrize("max_attempts", [1, 5])
+def test_what_waits_longer_than_max_run_is_not_counted(
+    bank: Celery, engine: Engine, configure: Any, max_attempts: int
+) -> None:
+    configure(lease=1.0, heartbeat=0.25, max_run=2.0, retention_http=3600.0)
+    entered: list[str] = []
+    stop = threading.Event()
+
+    def body(self: IdempotentTask, account: str) -> None:
+        entered.append(account)
+        put(self, account)
+        time.sleep(1.3)  # each of them is far below max_run
+
+    def relay() -> None:
+        while not stop.wait(0.1):
+            maintenance.recover(bank)
+
+    task = make_task(bank, body, key="{account}", batch=10, max_attempts=max_attempts, batch_commit="each")
+    messages = many(bank, task, 5)
+    thread = threading.Thread(target=relay)
+    thread.start()
+    try:
+        run(bank, task, *messages)
+    finally:
+        stop.set()
+        thread.join()
+    with engine.connect() as connection:
+        found = connection.execute(ROWS).all()
+    assert [(row.status, row.attempts) for row in found] == [("completed", 1)] * 5
+    assert entered == ["e0", "e1", "e2", "e3", "e4"]
+
+
+@pytest.mark.parametrize("kind", [Threads, Greenlets])
+def test_a_job_that_could_not_be_prepared_brings_its_messages_again(
+    bank: Celery, engine: Engine, monkeypatch: pytest.MonkeyPatch, kind: Any
+) -> None:
+    def body(self: IdempotentTask, account: str) -> None:
+        put(self, account)
+
+    task = make_task(bank, body, key="{account}", batch=10, batch_commit="each")
+    bank.finalize()
+    requests = [Request(message(bank, task, f"e{n}")) for n in range(3)]
+
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("cannot be prepared")
+
+    monkeypatch.setattr(Policy, "of", broken)
+    monkeypatch.setattr(_state, "default_app", bank)  # as in a worker, for every thread
+    pool = kind(2, app=bank)
+    pool.start()
+    _Job(task, requests).execute_using_pool(pool)
+    pool.stop()
+    eventually(lambda: [each.answers for each in requests] == [["requeued"]] * 3, timeout=10)
+
+
+@pytest.mark.parametrize("how", ["signal", "remote"])
+def test_a_worker_that_is_told_to_stop_begins_no_further_message(
+    bank: Celery, engine: Engine, processes: Processes, environment: dict[str, str], how: str
+) -> None:
+    crashing.plan(environment["CRASH_DIRECTORY"], "working", crashing.HOLD)
+    held = Path(environment["CRASH_DIRECTORY"]) / "working.held"
+    for number in range(6):
+        post.delay(f"e{number}", "works" if number == 0 else "")
+    worker = processes.worker("--concurrency", "1", app=__name__)
+    eventually(held.exists, what="the first body runs")
+    if how == "remote":
+        bank.control.shutdown()
+        eventually(lambda: "shutdown from remote" in worker.log, what="told to stop")
+    else:
+        os.kill(worker.process.pid, signal.SIGTERM)
+        eventually(lambda: "Warm shutdown" in worker.log, what="told to stop")
+    held.with_name("working.go").touch()
+    assert worker.process.wait(60) == 0
+    assert statuses(engine) == {"e0": "completed"} | {f"e{n}": "released" for n in range(1, 6)}
