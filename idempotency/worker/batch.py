@@ -129,9 +129,7 @@ def run_batch(
                 return [None] * len(calls)
             for traced in _trace_each(trace, name, decoded, calls, ends_at):
                 results.append(traced)
-                for _, request, _ in decoded[len(results) :]:
-                    if (each := _prepared(request)) is not None and each.answer.holding is not None:
-                        each.answer.holding.wait_on()
+                _wait_on(decoded[len(results) :])
     finally:
         claimed = [each for _, request, _ in decoded if (each := _prepared(request)) is not None]
         try:
@@ -145,6 +143,12 @@ def run_batch(
     if left := results.count(None):
         log.warning("batch_not_run", task=name, many=left)
     return results
+
+
+def _wait_on(waiting: Sequence[Decoded]) -> None:
+    for _, request, _ in waiting:
+        if (each := _prepared(request)) is not None and each.answer.holding is not None:
+            each.answer.holding.wait_on()
 
 
 def _is_prepared(task: IdempotentTask[..., Any], decoded: Sequence[Decoded], ends_at: float) -> bool:

@@ -169,8 +169,7 @@ class IdempotentTask(ControlledTask[P, R_co]):
             return cast(R_co, self.apply(args, kwargs, throw=True).get(disable_sync_subtasks=False))
         outcome: Returned | Raised | None = None
         try:
-            prepared = prepared_for(request)
-            if prepared is None:
+            if (prepared := prepared_for(request)) is None:
                 outcome = self._deliver(delivery_of(self, request))
             else:
                 request.update(prepared.left)
@@ -261,9 +260,9 @@ class IdempotentTask(ControlledTask[P, R_co]):
             case Completed():
                 try:
                     result = self._read(delivery, outcome.result)
-                except SoftTimeLimitExceeded:
-                    raise
                 except Exception as error:
+                    if isinstance(error, SoftTimeLimitExceeded):
+                        raise
                     return Raised(error)
                 return self._returned(delivery, result)
             case Ended(PermanentError(code=code)) | Failed(code=code) if code == REVOKED and not delivery.is_eager:

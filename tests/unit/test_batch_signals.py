@@ -36,7 +36,9 @@ class Request:
         else:
             pool.terminate_job(self.pid, number)
 
-    cancel = terminate
+    def cancel(self, pool: Any, signal: Any = None, *, emit_retry: bool = True) -> None:
+        assert not emit_retry, "what has ended before the others is not announced as retried"
+        self.terminate(pool, signal)
 
 
 def batch_of(many: int) -> tuple[_Job, list[Request]]:
