@@ -202,7 +202,7 @@ _BATCH_ROWS = {
     "F1": ("R,S", "D or R,S", "R,S", "D", "D"),
     "F2": ("R,S", "D or R,S", "R,S", "D", "D"),
     "F3": ("R+", "D or R+", "R+", "–", "D"),
-    "F4": ("R", "D or R", "R", "D", "D"),
+    "F4": ("R", "D or R", "R", "U or D", "D"),
     "F5": ("R", "D or R", "R", "U or D", "D"),
     # of B0 and B1: whether Postgres is back when the next one writes
     "F12": ("R or D", "R or D", "R", "U", "D"),
