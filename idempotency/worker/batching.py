@@ -107,6 +107,7 @@ class _Job:
 
     def _add(self, request: Any) -> None:
         self._requests.append(request)
+        request.is_in_batch = True
         for name in ("cancel", "terminate"):
             setattr(request, name, partial(_signalled, ref(request), name, self._signals))
 
@@ -181,13 +182,9 @@ class _Job:
 
 
 def _signalled(request: ref[Any], name: str, sent: set[int], pool: Any, signal: Any = None, **options: Any) -> None:
-    """Celery's way to end one request, with two differences: the process of its batch gets each signal once, and of one that is
-    cancelled with its connection nothing is announced: it may have ended before the others; the message comes back.
-    """
+    """Celery's way to end one request, with one difference: the process of its batch gets each signal once."""
     found = request()
     if found is not None:
-        if name == "cancel":
-            options["emit_retry"] = False
         # one that Celery has kept, for when the pool accepts the request, is that already
         once = pool if isinstance(pool, _SignalsOnce) else _SignalsOnce(pool, sent)
         getattr(type(found), name)(found, once, signal, **options)

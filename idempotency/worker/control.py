@@ -106,8 +106,8 @@ class ControlledTask(RunningTask[P, R_co], RetriedTask[P, R_co], Generic[P, R_co
     def _read(self, delivery: Delivery, stored: str) -> Any:
         """The stored result, for a duplicate. Raises, for a caller, what reading it raises.
 
-        For a message it is `Ignore`, unless a time limit has come, also if the result was erased: the operation is carried out, and no failure, whose errbacks
-        might undo what was done.
+        For a message it is `Ignore`, unless a time limit has come, also if the result was erased: the operation is carried out,
+        and no failure, whose errbacks might undo what was done.
         """
         try:
             return runtime_of(self.app).read_result(stored)

@@ -50,6 +50,8 @@ class KeyedRequest(request.Request):
 class Request(KeyedRequest):
     """That of an idempotent task, which is never dropped."""
 
+    is_in_batch = False
+
     def revoked(self) -> bool:
         super().revoked()
         return bool(self._already_revoked)
@@ -62,6 +64,15 @@ class Request(KeyedRequest):
             state.task_ready(self)
             return self.reject(requeue=False)
         return super().on_failure(exc_info, *args, **kwargs)
+
+    def _announce_cancelled(self, *args: Any, **options: Any) -> None:
+        """When the connection is lost. Of a batch no retry is announced: one message has ended before the other, and each comes back."""
+        if not self.is_in_batch:
+            super()._announce_cancelled(*args, **options)
+            return
+        state.task_ready(self)
+        self.send_event("task-cancelled")
+        self._already_cancelled = True
 
     def _announce_revoked(self, reason: str, terminated: bool, signum: Any, expired: bool) -> None:
         if not terminated:

@@ -36,9 +36,7 @@ class Request:
         else:
             pool.terminate_job(self.pid, number)
 
-    def cancel(self, pool: Any, signal: Any = None, *, emit_retry: bool = True) -> None:
-        assert not emit_retry, "what has ended before the others is not announced as retried"
-        self.terminate(pool, signal)
+    cancel = terminate
 
 
 def batch_of(many: int) -> tuple[_Job, list[Request]]:
