@@ -26,7 +26,10 @@ from .worker import eager, signed_calls, unread, waiting
 
 
 class Stopping(bootsteps.StartStopStep):
-    """The worker's step that says that it stops: of a remote `shutdown` Celery sends no signal."""
+    """The worker's step that says that it stops: of a remote `shutdown` Celery sends no signal.
+
+    The signal of a local one comes first: in a pool that runs bodies in this process, the step is closed after them.
+    """
 
     def close(self, worker: Any) -> None:
         waiting.note_shutdown()

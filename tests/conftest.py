@@ -66,6 +66,7 @@ def pytest_configure() -> None:
 
     They write and sync as everywhere else; a sync costs nothing there. With 4 processes on 2 cores, that is most of the wait.
     """
+    # of all processes, those with an environment of their own add it to that
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (START, os.environ.get("PYTHONPATH"))))
     memory = Path("/dev/shm")
     if "TMPDIR" not in os.environ and memory.is_dir() and shutil.disk_usage(memory).free >= ROOM:

@@ -25,16 +25,12 @@ class Holding:
     lease: float
     since: float = field(init=False)
     renewed_at: float = field(init=False)
-    # what the longest run is counted from
+    # what the longest run is counted from; of a claim that waits behind others, the end of the body before
     begun_at: float = field(init=False)
     taken: bool = False
 
     def __post_init__(self) -> None:
         self.since = self.renewed_at = self.begun_at = self.claim.asked_at
-
-    def wait_on(self) -> None:
-        """Count the longest run from now: another body of the same process has ended, and this one is not begun yet."""
-        self.begun_at = time.monotonic()
 
     @property
     def is_renewed(self) -> bool:

@@ -47,6 +47,8 @@ Traced = tuple[int, Any, float]
 Decoded = tuple[str, dict[str, Any], Any]
 # The share of the job's limit after which no message is begun: the pool's clock started before ours.
 SHARE_OF_LIMIT = 0.9
+# Seconds from one look at the claims that wait to the next: there may be a thousand.
+LOOK = 1.0
 # Attributes of a request, and keys in the dictionary that it is made from, beside a sender's headers.
 PREPARED, BUDGET = "idempotency_prepared", "idempotency_budget"
 # What a body's attempt sets in its request.
@@ -127,9 +129,10 @@ def run_batch(
         with suppress(SoftTimeLimitExceeded):
             if not is_stopping() and not _is_prepared(task, decoded, ends_at):
                 return [None] * len(calls)
+            looked_at = time.monotonic()
             for traced in _trace_each(trace, name, decoded, calls, ends_at):
                 results.append(traced)
-                _wait_on(decoded[len(results) :])
+                looked_at = _wait_on(decoded, len(results), looked_at)
     finally:
         claimed = [each for _, request, _ in decoded if (each := _prepared(request)) is not None]
         try:
@@ -145,10 +148,14 @@ def run_batch(
     return results
 
 
-def _wait_on(waiting: Sequence[Decoded]) -> None:
-    for _, request, _ in waiting:
+def _wait_on(decoded: Sequence[Decoded], place: int, looked_at: float) -> float:
+    """Let the claims from this place on wait for the next body as long as any may run. Returns when that was last done."""
+    if (now := time.monotonic()) - looked_at < LOOK:
+        return looked_at
+    for _, request, _ in decoded[place:]:
         if (each := _prepared(request)) is not None and each.answer.holding is not None:
-            each.answer.holding.wait_on()
+            each.answer.holding.begun_at = now
+    return now
 
 
 def _is_prepared(task: IdempotentTask[..., Any], decoded: Sequence[Decoded], ends_at: float) -> bool:
@@ -244,7 +251,6 @@ def _prepare(task: IdempotentTask[..., Any], calls: Sequence[tuple[dict[str, Any
             return
         members = list(group)
         contexts = [context for _, context, _ in members]
-        before = [dict(vars(context)) for context in contexts]
         deliveries = [delivery for delivery, _, _ in members]
         tokens = [secrets.token_hex(16) for _ in members]
         prepared = [
@@ -256,16 +262,17 @@ def _prepare(task: IdempotentTask[..., Any], calls: Sequence[tuple[dict[str, Any
         if task.batch_commit == "each":
             answers = claim_together(runtime, deliveries, tokens)
         else:
+            before = [dict(vars(context)) for context in contexts]
             spans, finished = BatchSpans(runtime, deliveries, partial(_run_body, task, contexts)), list[int]()
             try:
                 answers = run_together(runtime, deliveries, tokens, policy, spans.run, ends_at)
                 finished = [place for place, answer in enumerate(answers) if answer.finished is not None]
             finally:
                 spans.end(finished)
-        for place, (each, answer) in enumerate(zip(prepared, answers, strict=True)):
+            for place in finished:
+                prepared[place].left = _left(before[place], vars(contexts[place]))
+        for each, answer in zip(prepared, answers, strict=True):
             each.answer = answer
-            if answer.finished is not None:
-                each.left = _left(before[place], vars(contexts[place]))
 
 
 def _left(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:

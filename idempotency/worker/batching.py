@@ -68,14 +68,9 @@ class _Gathering:
         job = self._job
         if job is None or not job.join(request):
             self._job = job = _Job(self._task, [request], getattr(self._consumer, "controller", None))
-            self._consumer.timer.call_after(self._task.batch_wait, self._stand_in_line, (job,))
+            self._consumer.timer.call_after(self._task.batch_wait, job.stand_in_line, (self._consumer,))
         if job.is_full:
-            self._stand_in_line(job)
-
-    def _stand_in_line(self, job: _Job) -> None:
-        if job.is_first_call():
-            # Celery waits for a free process of the pool, and then calls `execute_using_pool`
-            self._consumer.on_task_request(job)
+            job.stand_in_line(self._consumer)
 
 
 class _Job:
@@ -111,11 +106,12 @@ class _Job:
         for name in ("cancel", "terminate"):
             setattr(request, name, partial(_signalled, ref(request), name, self._signals))
 
-    def is_first_call(self) -> bool:
-        """Whether it does not stand in Celery's line yet; from now on it does."""
+    def stand_in_line(self, consumer: Any) -> None:
+        """Once: Celery waits for a free process of the pool, and then calls `execute_using_pool`."""
         with self._lock:
             stood, self._stands_in_line = self._stands_in_line, True
-        return not stood
+        if not stood:
+            consumer.on_task_request(self)
 
     def execute_using_pool(self, pool: Any) -> None:
         """Send it, as Celery's request of one message does."""

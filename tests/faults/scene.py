@@ -103,12 +103,8 @@ class Scene:
         return self.proxy
 
     def _through(self, variable: str) -> Proxy:
-        scheme, _, rest = self.environment[variable].partition("://")
-        credentials, at, address = rest.rpartition("@")
-        place, slash, path = address.partition("/")
-        host, _, port = place.partition(":")
-        proxy = self._proxy(host, int(port))
-        self.environment[variable] = f"{scheme}://{credentials}{at}127.0.0.1:{proxy.port}{slash}{path}"
+        proxy, self.environment[variable] = Proxy.before(self.environment[variable])
+        self._proxies.append(proxy)
         return proxy
 
     def _proxy(self, host: str, port: int) -> Proxy:

@@ -15,7 +15,7 @@ from tests.faults.conftest import SeenCell
 from tests.faults.marks import each
 from tests.faults.own_postgres import fixture_database, fixture_postgres, fixture_template  # noqa: F401
 from tests.faults.scene import PATIENCE
-from tests.faults.test_workers import ended_at_last
+from tests.faults.test_workers import told_to_stop_at_once
 from tests.support.outside import OutsideWorld
 from tests.support.processes import Processes, eventually
 
@@ -107,13 +107,7 @@ def test_a_worker_that_has_a_batch_is_told_to_stop_and_then_to_stop_at_once(
 ) -> None:
     postgres = scene.postgres_proxy() if phase == "B3" else None
     scene.bring_to(phase, postgres)
-    (worker,) = scene.workers
-    worker.process.send_signal(signal.SIGTERM)
-    eventually(lambda: "Warm shutdown" in worker.log, timeout=PATIENCE)
-    worker.process.send_signal(signal.SIGQUIT)
-    if postgres is not None:
-        postgres.heal()
-    ended_at_last(worker)
+    told_to_stop_at_once(scene.workers[0], postgres)
     scene.worker()
     scene.ended()
     see(scene, cell)

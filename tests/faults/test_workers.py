@@ -123,6 +123,16 @@ def goes_on(worker: Worker) -> bool:
     return "Connection to broker lost" in worker.log
 
 
+def told_to_stop_at_once(worker: Worker, postgres: Proxy | None) -> None:
+    """Have it told to stop, and then to stop at once, and wait for its end."""
+    worker.process.send_signal(signal.SIGTERM)
+    eventually(lambda: "Warm shutdown" in worker.log, timeout=PATIENCE)
+    worker.process.send_signal(signal.SIGQUIT)
+    if postgres is not None:
+        postgres.heal()
+    ended_at_last(worker)
+
+
 def ended_at_last(worker: Worker) -> None:
     """Wait for a cold shutdown. If Celery hangs in it, do what a supervisor does.
 
@@ -143,12 +153,7 @@ def test_a_worker_asked_to_stop_and_then_to_stop_at_once(
 ) -> None:
     worker = scene.worker()
     scene.bring_to(phase, postgres)
-    worker.process.send_signal(signal.SIGTERM)
-    eventually(lambda: "Warm shutdown" in worker.log, timeout=PATIENCE)
-    worker.process.send_signal(signal.SIGQUIT)
-    if postgres is not None:
-        postgres.heal()
-    ended_at_last(worker)
+    told_to_stop_at_once(worker, postgres)
     scene.worker()
     scene.completed()
     if phase in ("P5", "P6"):

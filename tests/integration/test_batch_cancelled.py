@@ -67,16 +67,12 @@ def test_a_batch_that_is_cancelled_keeps_its_attempts(
     task: Any,
     cancel: Any,
 ) -> None:
-    scheme, _, rest = environment["BROKER_URL"].partition("://")
-    login, _, address = rest.rpartition("@")
-    place, _, path = address.partition("/")
-    host, _, port = place.partition(":")
     crashing.plan(environment["CRASH_DIRECTORY"], "working", crashing.HOLD)
     held = Path(environment["CRASH_DIRECTORY"]) / "working.held"
     for number in range(MANY):
         task.delay(f"e{number}", "works" if number == 0 else "")
-    with Proxy(host, int(port)) as proxy:
-        through = f"{scheme}://{login}@127.0.0.1:{proxy.port}/{path}"
+    proxy, through = Proxy.before(environment["BROKER_URL"])
+    with proxy:
         worker = processes.worker("--concurrency", "1", app=NAME, BROKER_URL=through, LEASE="4")
         eventually(held.exists, what="the first body runs")
         cancel(worker, proxy, processes)

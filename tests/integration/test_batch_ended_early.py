@@ -11,13 +11,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psycopg
 import pytest
 from celery import Celery, _state
 from celery.concurrency.gevent import TaskPool as Greenlets
 from celery.concurrency.thread import TaskPool as Threads
 from sqlalchemy import Engine, text
 
-from idempotency import IdempotentTask
+from idempotency import IdempotentTask, OperationBusy
 from idempotency.attempt.batch import Answer
 from idempotency.attempt.giving_back import give_back
 from idempotency.attempt.policy import Policy
@@ -28,6 +29,7 @@ from idempotency.worker import batch, waiting
 from idempotency.worker.batching import _Job
 from tests.integration.test_batch import statuses
 from tests.integration.test_batch_each import many
+from tests.integration.test_batch_given_back import OTHER
 from tests.integration.test_batch_limits import Request
 from tests.integration.test_batch_neighbours import message, put, run, states
 from tests.support import batched, crashing
@@ -100,6 +102,41 @@ def test_what_waits_longer_than_max_run_is_not_counted(
         found = connection.execute(ROWS).all()
     assert [(row.status, row.attempts) for row in found] == [("completed", 1)] * 5
     assert entered == ["e0", "e1", "e2", "e3", "e4"]
+
+
+def test_a_key_that_another_transaction_inserts_holds_the_others_up_for_a_lease(
+    bank: Celery, engine: Engine, configure: Any
+) -> None:
+    """As docs/batches.md says: after that, each is claimed by itself. The other transaction stays open for four."""
+    configure(lease=1.0, heartbeat=0.25, max_run=600.0)
+    entered: dict[str, float] = {}
+
+    def body(self: IdempotentTask, account: str) -> None:
+        entered.setdefault(account, time.monotonic())
+        put(self, account)
+
+    task = make_task(bank, body, key="{account}", batch=10, batch_commit="each")
+    with psycopg.connect(engine.url.set(drivername="postgresql").render_as_string(hide_password=False)) as other:
+        other.execute(OTHER, (task.name,))  # of e1
+        timer = threading.Timer(4.0, other.rollback)
+        timer.start()
+        began = time.monotonic()
+        run(bank, task, *many(bank, task, 3))
+        timer.join()
+    assert states(engine) == dict.fromkeys(("e0", "e1", "e2"), "completed")
+    assert 1.0 <= entered["e0"] - began < 4.0 <= entered["e1"] - began
+
+
+def test_a_body_that_calls_what_waits_behind_it_is_told_that_it_is_busy(bank: Celery, engine: Engine) -> None:
+    def body(self: IdempotentTask, account: str) -> None:
+        if account == "e0":
+            with pytest.raises(OperationBusy):
+                task("e1")
+        put(self, account)
+
+    task = make_task(bank, body, key="{account}", batch=10, max_attempts=1, batch_commit="each")
+    run(bank, task, *many(bank, task, 2))
+    assert states(engine) == {"e0": "completed", "e1": "completed"}
 
 
 @pytest.mark.parametrize("kind", [Threads, Greenlets])

@@ -12,6 +12,7 @@ from uuid import uuid4
 import pytest
 from billiard.exceptions import SoftTimeLimitExceeded
 from celery import Celery, signals
+from celery.app.trace import trace_task_ret
 from sqlalchemy import Engine, text
 
 from idempotency import IdempotentTask
@@ -82,11 +83,13 @@ def options(commit: str) -> dict[str, Any]:
 
 
 def handed(bank: Celery, task: Any, commit: str, messages: list[Any]) -> None:
-    if commit == "none":
-        for each in messages:
-            run(bank, task, each)
-    else:
+    """To a batch, or without one, each to Celery's own trace."""
+    if commit != "none":
         run(bank, task, *messages)
+        return
+    bank.finalize()
+    for id, request, body, content_type, encoding in messages:
+        trace_task_ret(task.name, id, request, body, content_type, encoding, app=bank)
 
 
 def declare(bank: Celery) -> None:
@@ -97,16 +100,12 @@ def declare(bank: Celery) -> None:
 def test_what_has_ended_is_not_said_to_be_retried(
     bank: Celery, engine: Engine, processes: Processes, environment: dict[str, str]
 ) -> None:
-    scheme, _, rest = environment["BROKER_URL"].partition("://")
-    login, _, address = rest.rpartition("@")
-    place, _, path = address.partition("/")
-    host, _, port = place.partition(":")
     crashing.plan(environment["CRASH_DIRECTORY"], "working", crashing.HOLD)
     held = Path(environment["CRASH_DIRECTORY"]) / "working.held"
     for number, how in enumerate(("", "permanent", "works", "")):
         post.apply_async((f"e{number}", how), task_id=f"told-{number}")
-    with Proxy(host, int(port)) as proxy:
-        through = f"{scheme}://{login}@127.0.0.1:{proxy.port}/{path}"
+    proxy, through = Proxy.before(environment["BROKER_URL"])
+    with proxy:
         worker = processes.worker(
             "--concurrency", "1", app=__name__, BROKER_URL=through, TOLD_BACKEND=environment["REDIS_URL"]
         )

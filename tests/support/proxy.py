@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, Self
+from urllib.parse import urlsplit
 
 # "requests" go from the client to the server, "replies" come back.
 Direction = Literal["requests", "replies"]
@@ -71,6 +72,15 @@ class Proxy:
     `cuts` answers were lost, `resets` connections ended by RST, `refusals` connections reset on arrival, `swallowed`
     bytes gone: a test asserts by these that its fault has happened.
     """
+
+    @classmethod
+    def before(cls, url: str) -> tuple[Self, str]:
+        """A proxy before the server of this address, which names its port, and the address by way of it."""
+        parts = urlsplit(url)
+        assert parts.port is not None, "an address with a port"
+        proxy = cls(parts.hostname or "", parts.port)
+        login, at, _ = parts.netloc.rpartition("@")
+        return proxy, parts._replace(netloc=f"{login}{at}127.0.0.1:{proxy.port}").geturl()
 
     def __init__(self, host: str, port: int) -> None:
         self.cuts = self.resets = self.refusals = self.swallowed = 0
