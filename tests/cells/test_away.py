@@ -69,6 +69,7 @@ def test_a_message_waits_and_is_put_back_and_no_letter_is_made(
     assert count("eu", "a1") == 1
 
 
+@pytest.mark.long
 def test_a_message_goes_on_as_soon_as_the_cell_can_be_told(directory: Directory, count: Count) -> None:
     threading.Timer(1.0, lambda: setattr(directory, "is_away", False)).start()
     assert Deliveries(app).deliver(deposit, "a1", tenant="eu-away").state == "SUCCESS"
@@ -80,6 +81,7 @@ def test_a_message_whose_key_cannot_be_made_is_rejected_all_the_same(directory: 
     assert Deliveries(app).deliver(deposit, "a1", tenant="us-bolt").state == "REJECTED"
 
 
+@pytest.mark.long
 def test_a_message_of_a_deduplicated_task_comes_again(directory: Directory, cells: Cells) -> None:
     app.conf.idempotency_store = cells["eu"]["redis_url"]
     ran: list[str] = []
@@ -122,6 +124,7 @@ def test_a_streams_messages_are_prepared_up_to_the_first_whose_cell_cannot_be_to
     assert all(isinstance(each, Prepared) for each in prepare_many(declared, messages, settings_of(app)))
 
 
+@pytest.mark.long
 def test_a_stream_stays_where_it_is_and_says_so(
     directory: Directory,
     cells: Cells,
@@ -157,6 +160,7 @@ def test_a_stream_stays_where_it_is_and_says_so(
     assert not loop.is_alive()
 
 
+@pytest.mark.long
 def test_dead_messages_are_held_without_counting(
     directory: Directory, engines: dict[str, Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -271,6 +271,7 @@ def letters(engine: Engine) -> list[tuple[str, str]]:
 # ---------------------------------------------------------------- set-up
 
 
+@pytest.mark.long
 def test_the_doctor_checks_every_cell_where_none_is_served(serve: Serve, cells: Cells) -> None:
     serve(None)
     findings = doctor(app)

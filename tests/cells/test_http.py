@@ -48,6 +48,7 @@ def post(web: FastAPI, *tenants: str) -> list[httpx.Response]:
     return asyncio.run(requests())
 
 
+@pytest.mark.long
 def test_one_edge_for_all_cells(serve: Serve, count: Count) -> None:
     serve(None)
     web = edge(runtime=partial(runtime_for, app))

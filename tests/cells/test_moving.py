@@ -38,7 +38,7 @@ def scalar(engine: Engine, query: str) -> Any:
         return connection.execute(text(query)).scalar_one()
 
 
-@pytest.mark.few(1)
+@pytest.mark.long
 @pytest.mark.parametrize("partitioned", [("eu", "us"), ("eu",), ("us",)])
 def test_a_tenant_moves_between_cells_of_which_either_is_in_partitions(
     serve: Serve,
@@ -70,7 +70,8 @@ SELECT 'eu-acme', 'charge', n::text, 'completed', n, 'f', '{}', '1', 200, clock_
 """
 
 
-@pytest.mark.parametrize("many", [250, pytest.param(30_000, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("many", [250, 30_000])
 def test_more_operations_than_a_server_has_locks_are_copied_into_partitions(
     cells: Cells, engines: dict[str, Engine], many: int
 ) -> None:
@@ -82,6 +83,7 @@ def test_more_operations_than_a_server_has_locks_are_copied_into_partitions(
     assert scalar(engines["us"], "SELECT count(*) FROM idempotency.records WHERE tenant = 'eu-acme'") == many
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("partitioned", [False, True])
 def test_a_key_that_has_another_operation_in_the_new_cell_stops_the_copy(
     cells: Cells, engines: dict[str, Engine], partitioned: bool
@@ -100,6 +102,7 @@ def test_a_key_that_has_another_operation_in_the_new_cell_stops_the_copy(
         copy(cells)
 
 
+@pytest.mark.long
 def test_what_is_copied_cannot_be_changed_any_more_once_it_is_closed(
     serve: Serve, cells: Cells, engines: dict[str, Engine]
 ) -> None:
@@ -143,6 +146,7 @@ def test_what_is_copied_cannot_be_changed_any_more_once_it_is_closed(
         assert authenticate(connection, key.text) is None
 
 
+@pytest.mark.long
 def test_closing_counts_what_was_accepted_while_it_waited_for_its_locks(
     serve: Serve, cells: Cells, engines: dict[str, Engine]
 ) -> None:

@@ -95,7 +95,7 @@ def test_closing_says_that_what_is_left_is_archived(serve: Serve, cells: Cells, 
         close(cells)
 
 
-@pytest.mark.few(1)
+@pytest.mark.long
 @pytest.mark.parametrize("has_begun", [False, True])
 def test_in_a_closed_cell_an_edit_is_refused_by_name_of_the_constraint(
     serve: Serve, cells: Cells, engines: dict[str, Engine], has_begun: bool

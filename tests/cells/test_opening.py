@@ -119,6 +119,7 @@ def _ends(pid: int) -> int | None:
     return None
 
 
+@pytest.mark.long
 def test_a_child_that_closes_what_it_has_inherited_leaves_its_parents_connections(serve: Serve) -> None:
     serve(None)
     runtime = runtime_for(app, "eu-acme")

@@ -66,6 +66,7 @@ def run_all(cells: Cells, cell: str) -> None:
     resend_lost(app)  # what a relay does: rows of operations that have ended are settled
 
 
+@pytest.mark.long
 def test_the_examples_run(
     serve: Serve, cells: Cells, engines: dict[str, Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:

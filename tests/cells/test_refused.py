@@ -38,6 +38,7 @@ def test_no_relay_of_a_cell_deletes_where_another_has_its_results(serve: Serve, 
         serve("us")
 
 
+@pytest.mark.long
 def test_the_doctor_looks_at_every_cell_though_another_broker_wins(
     serve: Serve, cells: Cells, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -56,6 +57,7 @@ def test_a_cell_whose_redis_is_mistyped_is_named_whichever_is_served(serve: Serv
         assert str(error.value) == f"idempotency_cells.{bad}.redis_url: not an address"
 
 
+@pytest.mark.long
 def test_the_doctor_refuses_one_database_by_two_names(
     serve: Serve, cells: Cells, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -107,6 +109,7 @@ def test_without_a_tenant_no_row_of_another_cells_tenant_is_written(
             assert connection.execute(text(f"SELECT count(*) FROM idempotency.{table}")).scalar_one() == 0
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("may_make_queues", [True, False])
 def test_the_doctor_finds_one_virtual_host_by_two_addresses(
     serve: Serve, cells: Cells, servers: services.Services, may_make_queues: bool

@@ -61,6 +61,7 @@ def directory(serve: Serve) -> Directory:
 LETTERS = "SELECT id, tenant, task, key, reason, status FROM idempotency.dead_letters ORDER BY id"
 
 
+@pytest.mark.long
 def test_a_message_that_was_refused_for_its_cell_is_replayed_once_that_is_corrected(
     directory: Directory, cells: Cells, engines: dict[str, Engine], count: Count
 ) -> None:

@@ -136,6 +136,7 @@ def check(command: list[str]) -> None:
         assert (program, arguments[0]) == ("test", "-f"), command
 
 
+@pytest.mark.long
 def test_every_command_is_one_and_the_image_has_it() -> None:
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
     found = {tuple(container["command"]) for _, _, container in ours()}
@@ -219,6 +220,7 @@ def test_every_variable_is_read_by_something() -> None:
     assert "IDEMPOTENCY_LEESE" not in read()
 
 
+@pytest.mark.long
 def test_version_and_page_are_those_of_the_manifests(shown: Any) -> None:
     assert (shown["version"], shown["page"]) == ("1.0.0", "https://ops.shop.example")
 

@@ -237,6 +237,7 @@ def test_an_eager_call_in_a_body_is_its_own_operation(app: Celery, task: Any, en
     assert entries() == ["inner", "outer"]
 
 
+@pytest.mark.long
 def test_celerys_delay_on_commit_works_as_before(app: Celery, task: Any, entries: Entries) -> None:
     app.conf.task_always_eager = True
     with transaction.atomic():

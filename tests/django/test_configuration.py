@@ -126,6 +126,7 @@ def test_an_address_of_another_database_makes_the_orm_in_a_body_an_error(
     assert record("k").status == "failed"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("level", "is_refused"), [("SERIALIZABLE", True), ("READ_COMMITTED", False)])
 def test_an_isolation_level_that_a_body_cannot_have_is_refused(
     app: Celery, default: Any, monkeypatch: pytest.MonkeyPatch, level: str, is_refused: bool
@@ -135,6 +136,7 @@ def test_an_isolation_level_that_a_body_cannot_have_is_refused(
     assert any("OPTIONS['isolation_level'] must be READ COMMITTED" in each for each in found) == is_refused
 
 
+@pytest.mark.long
 def test_the_doctor_compares_djangos_database_with_the_one_that_is_named(
     app: Celery, database: str, servers: services.Services
 ) -> None:

@@ -48,6 +48,7 @@ def test_only_the_librarys_database_gets_its_tables(empty: Any, monkeypatch: pyt
     assert not has_tables(empty)
 
 
+@pytest.mark.long
 def test_a_database_that_has_the_tables_already_is_left_as_it_is(empty: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(settings, "IDEMPOTENCY_DATABASE", "empty", raising=False)
     call_command("migrate", "idempotency", database="empty", verbosity=0)
@@ -60,6 +61,7 @@ def test_a_database_that_has_the_tables_already_is_left_as_it_is(empty: Any, mon
         call_command("migrate", "idempotency", "zero", database="empty", verbosity=0)
 
 
+@pytest.mark.long
 def test_the_tables_are_those_of_the_role_that_django_assumes(
     role: str, empty: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -75,6 +77,7 @@ def test_the_tables_are_those_of_the_role_that_django_assumes(
         assert cursor.fetchall() == [(role,)]
 
 
+@pytest.mark.long
 def test_where_migrations_are_switched_off_the_tables_are_made_as_well(
     empty: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -87,6 +90,7 @@ def test_where_migrations_are_switched_off_the_tables_are_made_as_well(
     assert has_tables(empty)
 
 
+@pytest.mark.long
 def test_functions_of_partitions_are_brought_up_to_date_without_a_migration(
     empty: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any
 
+import pytest
 from celery import Celery
 from celery.result import AsyncResult
 from django.utils import timezone
@@ -32,6 +33,7 @@ def test_results_and_duplicates_are_stored_by_django_celery_results(app: Celery,
     assert TaskResult.objects.filter(status="SUCCESS").count() == 2
 
 
+@pytest.mark.long
 def test_a_plain_task_that_django_celery_beat_sends_may_enqueue(project: Celery, outbox: Entries) -> None:
     task = make_task(project, pay, key="{account}")
 

@@ -180,6 +180,7 @@ def commit_in_sql() -> None:
         cursor.execute("COMMIT")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "end",
     [
@@ -237,6 +238,7 @@ def test_an_effect_after_a_query_is_refused_until_the_transaction_is_rolled_back
     assert entries() == ["charged None"]
 
 
+@pytest.mark.long
 def test_what_an_effects_function_writes_and_enqueues_is_committed_with_its_outcome(
     app: Celery, deliveries: Deliveries, entries: Entries, outbox: Entries
 ) -> None:
@@ -452,6 +454,7 @@ def test_what_receivers_do_to_a_new_connection_holds_in_a_body(
         connection_created.disconnect(set_tenant)
 
 
+@pytest.mark.long
 def test_a_connection_to_a_standby_is_not_used_again(
     app: Celery, deliveries: Deliveries, entries: Entries, record: Record
 ) -> None:

@@ -27,6 +27,7 @@ def void(self: Any, account: str) -> None:
     Entry.objects.create(account=f"void {account}")
 
 
+@pytest.mark.long
 def test_a_saga_of_the_project_writes_by_the_orm_and_is_undone(
     project: Celery, engine: Engine, deliveries: Deliveries, entries: Entries, outbox: Entries
 ) -> None:

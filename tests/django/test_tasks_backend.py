@@ -114,6 +114,7 @@ def test_the_signal_of_an_accepted_task_is_sent(work: Any) -> None:
     assert sent == [result.id]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("grace", "end"), [(3600.0, ("released", None, 0)), (0.0, ("failed", "unknown_task", 1))])
 def test_a_function_that_this_worker_does_not_have_waits_for_one_that_has_it(
     app: Celery, work: Any, deliver: Any, record: Record, monkeypatch: pytest.MonkeyPatch, grace: float, end: object

@@ -34,6 +34,7 @@ def ask(edge: Edge, key: str, handler: Handler) -> httpx.Response:
     return edge.use(handler, send)
 
 
+@pytest.mark.long
 def test_a_web_server_goes_on_when_the_wall_is_put_up(database: str, engine: Engine) -> None:
     owner = engine.execution_options(isolation_level="READ COMMITTED")
     roles.create(owner, PASSWORDS)
@@ -57,6 +58,7 @@ def test_a_web_server_goes_on_when_the_wall_is_put_up(database: str, engine: Eng
     assert [edge.entries(key) for key in keys] == [1, 1]
 
 
+@pytest.mark.long
 def test_an_application_is_not_renamed_under_its_running_web_server(
     bank: Celery, database: str, engine: Engine
 ) -> None:

@@ -19,6 +19,7 @@ from tests.http.test_handlers import post
 from tests.support.edge import INSERT, Edge, end_lease, new_key, within
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("uses_session", [False, True])
 def test_an_outage_of_a_lease_does_not_run_a_handler_again_within_its_request(
     edge: Edge, edge_database: str, monkeypatch: pytest.MonkeyPatch, uses_session: bool

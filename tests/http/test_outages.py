@@ -56,6 +56,7 @@ def test_a_lost_answer_to_the_commit_is_answered_once_and_runs_nothing_twice(pro
     assert (record.status, record.attempts, through.entries(key), handler.runs) == ("completed", 1, 1, 2)
 
 
+@pytest.mark.long
 def test_after_a_restart_of_postgres_no_request_finds_a_dead_connection(proxy: Proxy, through: Edge) -> None:
     """An idle connection learns of the restart when it is used; one does for all, and that claim is made again."""
     handler = Handler()

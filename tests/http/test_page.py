@@ -17,6 +17,7 @@ from tests.support.documents import ROOT, python_blocks
 from tests.support.edge import Edge, new_key, within
 
 
+@pytest.mark.long
 def test_the_page_on_http_runs_as_it_is(edge: Edge, edge_database: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DATABASE_URL", edge_database)
     with edge.engine.connect() as connection:

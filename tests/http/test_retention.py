@@ -63,6 +63,7 @@ HALVES = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("half", "code"), HALVES.values(), ids=HALVES)
 def test_a_request_that_is_left_half_done_gets_a_dead_letter(bank: Celery, own: Edge, half: Any, code: str) -> None:
     key = new_key()
@@ -84,6 +85,7 @@ def test_a_request_that_is_left_half_done_gets_a_dead_letter(bank: Celery, own: 
     assert (late.status_code, late.json()["code"], own.entries(key)) == (500, code, before)
 
 
+@pytest.mark.long
 def test_a_replayed_letter_whose_client_does_not_come_back_is_a_letter_again(bank: Celery, own: Edge) -> None:
     key, failures = new_key(), [ValueError("after it")]
 
@@ -107,6 +109,7 @@ def test_a_replayed_letter_whose_client_does_not_come_back_is_a_letter_again(ban
     assert (answer.status_code, len(provider.keys)) == (201, 1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("acts", "days"), [(False, 1), (True, 3)], ids=["a row", "a charge"])
 def test_a_key_is_free_when_nothing_outside_remembers_it(bank: Celery, own: Edge, acts: bool, days: int) -> None:
     key, provider = new_key(), Provider()

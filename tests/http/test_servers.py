@@ -70,6 +70,7 @@ def is_one_answer(answers: list[Answered]) -> bool:
     return {status for status, _ in answers} == {201} and len({body for _, body in answers}) == 1
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("path", ["/entries", "/payments"])
 def test_of_fifty_requests_at_once_behind_two_processes_one_runs(
     edge: Edge, two: tuple[Server, Server], path: str

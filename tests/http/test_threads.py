@@ -8,6 +8,7 @@ from threading import Event
 from typing import Any
 
 import httpx
+import pytest
 from fastapi import FastAPI
 from sqlalchemy import text
 
@@ -50,6 +51,7 @@ class Slow(Handler):
                 await asyncio.sleep(0.01)
 
 
+@pytest.mark.long
 def test_a_tenant_alone_gets_half_of_the_threads_and_others_are_carried_out(edge: Edge) -> None:
     async def main() -> None:
         handler = Slow()
@@ -122,6 +124,7 @@ def test_the_repeats_of_a_request_whose_record_is_locked_leave_threads_to_others
         assert edge.use(Handler(), send, concurrency=4, patience=30) == [201] * 3
 
 
+@pytest.mark.long
 def test_requests_of_several_event_loops_wait_for_one_thread(edge: Edge) -> None:
     """Starlette's TestClient has a loop for each request."""
     app, seen = FastAPI(), Event()

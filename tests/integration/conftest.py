@@ -72,3 +72,9 @@ def configured(bank: Celery) -> Iterator[Celery]:
 def nothing_told() -> None:
     """No end of an earlier test is in `told`."""
     tasks.told.clear()
+
+
+@pytest.fixture
+def rabbitmq(servers: services.Services) -> None:
+    if servers.broker == "redis":
+        pytest.skip("needs RabbitMQ")

@@ -184,7 +184,7 @@ def times(_: dict[str, Any]) -> dict[str, Any]:
     return {f"x{number:053}": datetime(2026, 1, 1, tzinfo=UTC) for number in range(1700)}
 
 
-@pytest.mark.few(1)
+@pytest.mark.long
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("added", [bytes_that_are_no_text, times, long_one, many])
 def test_what_somebody_adds_to_the_headers_of_a_copy_stays_with_no_record_that_could_not_be_sent_again(

@@ -53,6 +53,7 @@ def test_what_it_sets_for_one_body_is_so_for_no_other(bank: Celery, engine: Engi
     assert seen == {"e0": "e0", "e1": "", "e2": ""}
 
 
+@pytest.mark.long
 def test_one_that_was_registered_before_ours_is_told_after_it() -> None:
     done = subprocess.run([sys.executable, "-c", _LISTENS], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "True"

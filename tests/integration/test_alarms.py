@@ -210,6 +210,7 @@ def test_rows_that_are_due_without_a_relay_are_an_alarm(
     assert "no_relay" in now(bank)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["worker", "relay", "beat"])
 def test_a_process_that_falls_silent_is_an_alarm_until_it_signs(
     bank: Celery, connection: Connection, sent: list[str], kind: str

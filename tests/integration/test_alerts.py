@@ -98,7 +98,7 @@ def test_more_open_letters_than_the_limit_are_an_alarm_of_their_own(
     assert len(receiver.texts) == 2
 
 
-@pytest.mark.few(1)
+@pytest.mark.long
 @pytest.mark.parametrize("told_before", [False, True], ids=["new", "told lately"])
 def test_many_forged_letters_hold_up_no_alert_about_another(
     alerting: Celery, receiver: Receiver, connection: Connection, told_before: bool

@@ -134,6 +134,7 @@ def test_what_would_forge_a_line_is_refused(bank: Celery, connection: Connection
     assert len(reasons) == 2
 
 
+@pytest.mark.long
 def test_no_message_forges_a_line_of_the_log(
     bank: Celery, worker: Worker, connection: Connection, entries: Callable[[str], int]
 ) -> None:
@@ -161,6 +162,7 @@ def test_no_message_forges_a_line_of_the_log(
 # ---------------------------------------------------------------- commands
 
 
+@pytest.mark.long
 def test_no_command_prints_what_a_terminal_or_rich_would_obey(
     bank: Celery, connection: Connection, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -186,6 +188,7 @@ def test_no_command_prints_what_a_terminal_or_rich_would_obey(
             assert "[red]x[/red]" in said
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("levels", [900, 100_000])
 def test_deep_json_ends_no_bulk_command(bank: Celery, connection: Connection, levels: int) -> None:
     """In a letter's message, its headers and its body, and in the result of a record: stored by earlier code, or by a person."""

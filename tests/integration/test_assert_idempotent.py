@@ -311,7 +311,6 @@ def test_an_effect_with_other_arguments_in_each_attempt_is_found(
     assert "'act' was begun with other arguments in an earlier attempt" in said
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("key", [lambda arguments: str(uuid4()), lambda arguments: str(int(time.time() * 10))])
 def test_a_key_that_differs_with_each_call_is_found(
     define: Callable[..., Any], report: Callable[..., Any], key: Any
@@ -431,7 +430,6 @@ def lives() -> Iterator[Callable[..., Any]]:
         each.end()
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(
     ("action", "written", "claims"), [(Action.LOSE_ANSWER, 1, 2), (Action.LOSE_COMMIT, 2, 2), (Action.KILL, 1, 1)]
 )
@@ -456,7 +454,6 @@ def test_what_is_done_to_the_finishing_commit_is_done(
         assert (journal.outcome, record("a").status, entries("a")) == ("SUCCESS", "completed", 1)
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(("action", "runs"), [(Action.LOSE_ANSWER, 1), (Action.LOSE_COMMIT, 2)])
 def test_a_finish_without_a_session_is_broken_as_well(
     define: Callable[..., Any],
@@ -557,7 +554,6 @@ def pythons() -> Any:
     return found
 
 
-@pytest.mark.quick
 def test_a_body_that_hangs_is_ended_and_named(bank: Celery, report: Callable[..., Any]) -> None:
     before = pythons()
     said = report(slow_deposit, "a", 60, timeout=1.0)

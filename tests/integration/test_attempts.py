@@ -189,6 +189,7 @@ def test_an_operation_that_dies_in_every_claim_is_ended_by_the_sweep(
     assert code(record("k"))[0] == "attempts_exhausted"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("limit", ["max_retries", "max_attempts"])
 def test_retries_used_up_get_a_last_look_like_attempts(
     bank: Celery, deliveries: Deliveries, engine: Engine, record: Record, limit: str

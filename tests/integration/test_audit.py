@@ -135,6 +135,7 @@ def test_a_change_that_goes_on_after_its_audit_row_makes_no_other_wait(database:
         assert audits.verify(slow).why is None
 
 
+@pytest.mark.long
 def test_rows_of_before_are_chained_by_the_migration(servers: services.Services) -> None:
     name = f"chained_{uuid4().hex[:8]}"
     engine = create_engine(servers.create_database(name), poolclass=NullPool)
@@ -179,6 +180,7 @@ EMPTYING = [
 ]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("role", [APPLICATION, RELAY, OPERATOR])
 def test_no_role_of_an_application_empties_the_audit(walled: str, engine: Engine, role: str) -> None:
     login = create_engine(url_of(role, walled), poolclass=NullPool)
@@ -199,6 +201,7 @@ INSERT INTO mine (id, at, actor, action) VALUES (3, now(), 'ann', 'cancel')
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("role", [APPLICATION, RELAY, OPERATOR])
 def test_no_role_chains_rows_of_a_table_that_it_has_made(walled: str, superuser: Engine, role: str) -> None:
     login = create_engine(url_of(role, walled), poolclass=NullPool)

@@ -126,6 +126,7 @@ def test_conditions_are_values_and_never_sql(past: Run, paid: None) -> None:
         assert asked(past, "--table", "paid", "--key", "order_id", *options)["rows"] == wanted, conditions
 
 
+@pytest.mark.long
 def test_any_name_of_a_table_and_a_column_is_only_a_name(past: Run, paid: None, engine: Engine) -> None:
     for name in HOSTILE:
         quoted = '"' + name.replace('"', '""') + '"'

@@ -73,6 +73,7 @@ def queued(bank: Celery) -> int:
         return int(connection.default_channel.queue_declare(bank.conf.task_default_queue, passive=True).message_count)
 
 
+@pytest.mark.long
 def test_batches_are_full_while_more_waits_than_the_pool_takes(
     bank: Celery, engine: Engine, send: Callable[..., list[str]], start: Callable[..., Worker]
 ) -> None:

@@ -55,6 +55,7 @@ def end_at_once(worker: Worker, proxy: Proxy, processes: Processes) -> None:
     processes.worker("--concurrency", "1", app=NAME, LEASE="4")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("task", "cancel"), [(post_each, lose_broker), (post_together, lose_broker), (post_each, end_at_once)]
 )
@@ -88,6 +89,7 @@ def test_a_batch_that_is_cancelled_keeps_its_attempts(
     assert found() == {f"e{number}": ("completed", 1) for number in range(MANY)}
 
 
+@pytest.mark.long
 def test_a_later_attempt_of_what_kills_its_process_takes_no_others_with_it(
     bank: Celery, engine: Engine, connection: Connection, processes: Processes, relays: Any
 ) -> None:

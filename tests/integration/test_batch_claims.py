@@ -95,6 +95,7 @@ def test_what_a_long_batch_runs_is_not_taken_for_lost(bank: Celery, engine: Engi
     assert accounts(engine) == {"e0": [1], "e1": [1], "e2": [1]}
 
 
+@pytest.mark.few(1)
 @KINDS
 def test_what_hangs_in_a_batch_is_taken_over_and_commits_nothing_when_it_goes_on(
     bank: Celery, engine: Engine, threads: ThreadPoolExecutor, configure: Any, commit: str

@@ -29,6 +29,7 @@ from tests.support.tasks import make_task
 TOGETHER_AND_EACH = pytest.mark.parametrize("commit", ["each", "together"])
 
 
+@pytest.mark.few(1)
 @TOGETHER_AND_EACH
 def test_claims_whose_answer_was_lost_are_renewed_while_they_wait(
     bank: Celery, engine: Engine, configure: Any, monkeypatch: pytest.MonkeyPatch, commit: str
@@ -53,6 +54,7 @@ def test_claims_whose_answer_was_lost_are_renewed_while_they_wait(
     assert not runtime_of(bank).heartbeat._holdings
 
 
+@pytest.mark.long
 @TOGETHER_AND_EACH
 def test_claims_that_are_made_some_at_a_time_are_renewed_from_the_first(
     bank: Celery, engine: Engine, configure: Any, monkeypatch: pytest.MonkeyPatch, commit: str
@@ -130,6 +132,7 @@ class Asked:
 WAITING_ROWS = text("SELECT count(*) FROM idempotency.outbox WHERE status = 'pending'")
 
 
+@pytest.mark.long
 def test_one_message_of_a_batch_waits_for_postgres_and_the_others_ask_once(
     bank: Celery, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -142,6 +145,7 @@ def test_one_message_of_a_batch_waits_for_postgres_and_the_others_ask_once(
         assert connection.execute(WAITING_ROWS).scalar_one() == 8
 
 
+@pytest.mark.long
 def test_a_message_waits_again_once_another_one_had_an_answer(
     bank: Celery, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -277,6 +281,7 @@ def test_a_worker_that_has_been_told_to_stop_begins_no_batch(bank: Celery, engin
     assert states(engine) == {}
 
 
+@pytest.mark.long
 def test_a_delivery_waits_within_the_time_limit_that_its_worker_was_started_with() -> None:
     def away() -> None:
         raise OperationalError("claim", None, Exception("away"))

@@ -25,6 +25,7 @@ from tests.integration.test_batch_neighbours import accounts, put, run, states
 from tests.support.tasks import make_task
 
 
+@pytest.mark.long
 def test_claims_of_those_that_were_to_run_alone_are_given_back(bank: Celery, engine: Engine) -> None:
     """Three bodies that have a step, so each has to run alone; after the first of them nine tenths of the limit are over."""
 
@@ -52,6 +53,7 @@ def test_claims_of_those_that_were_to_run_alone_are_given_back(bank: Celery, eng
     assert accounts(engine) == {"e0": [1], "e1": [1], "e2": [1]}
 
 
+@pytest.mark.long
 def test_claims_of_those_that_wait_to_run_alone_are_renewed(bank: Celery, engine: Engine, configure: Any) -> None:
     """Else the relay takes them for those of a dead process: with one attempt, they fail without having run."""
     configure(lease=1.0, heartbeat=0.25, max_run=600.0)
@@ -87,6 +89,7 @@ INSERT INTO idempotency.records (tenant, task, key, status, fence, fingerprint, 
 VALUES ('default', %s, 'e1', 'released', 1, 'v1:f', '', 'q', 'bank', clock_timestamp())"""
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("commit", ["together", "each"])
 def test_claims_that_are_being_made_as_the_limit_comes_are_not_made(
     bank: Celery, engine: Engine, limited: None, commit: str

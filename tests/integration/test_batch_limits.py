@@ -140,6 +140,7 @@ def test_what_is_terminated_among_greenlets_ends_and_the_others_come_again(bank:
     assert states(engine) == {"e0": "released", "e1": "failed", "e2": "completed"}
 
 
+@pytest.mark.long
 def test_a_limit_that_comes_while_claims_are_given_back_leaves_none_held(
     bank: Celery, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -169,6 +170,7 @@ def test_a_limit_that_comes_while_claims_are_given_back_leaves_none_held(
     assert not runtime_of(bank).heartbeat._holdings  # what could not be given back is renewed no more
 
 
+@pytest.mark.long
 def test_a_claim_whose_answer_was_lost_is_given_back_at_the_end_of_its_batch(
     bank: Celery, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -214,6 +216,7 @@ class Request:
         self.answers.append("requeued")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("commit", "answers"),
     [("together", ["requeued", "requeued", "requeued"]), ("each", ["answered", "requeued", "requeued"])],
@@ -242,6 +245,7 @@ def test_a_hard_time_limit_among_greenlets_puts_back_what_has_not_ended(
     assert accounts(engine) == {}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("ends", ["returns", "raises"])
 @pytest.mark.parametrize("last", [False, True])
 def test_a_body_that_handles_the_limit_of_a_batch_is_not_committed_with_it(
@@ -276,6 +280,7 @@ def test_a_body_that_handles_the_limit_of_a_batch_is_not_committed_with_it(
         assert connection.execute(COUNTS).scalars().all() == [1, 1, 1]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("commit", ["together", "each"])
 @pytest.mark.parametrize("ended_by", [SoftTimeLimitExceeded, SystemExit])
 def test_claims_that_are_made_as_a_job_ends_are_given_back(

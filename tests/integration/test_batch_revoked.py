@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import pytest
 import redis
 from celery import Celery, signals
 from sqlalchemy import Engine
@@ -41,6 +42,7 @@ if "REVOKED_BACKEND" in os.environ:
         logging.getLogger("revoked").error("announced as revoked: %s", request.id)
 
 
+@pytest.mark.long
 def test_what_is_completed_is_not_said_to_be_revoked(
     bank: Celery, engine: Engine, processes: Processes, environment: dict[str, str]
 ) -> None:

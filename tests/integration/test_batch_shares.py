@@ -82,6 +82,7 @@ def test_savepoints_of_sqlalchemy_share_the_transaction(bank: Celery, engine: En
     assert accounts(engine) == {"e0": [1], "e1": [1], "e2": [1]}
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "scratch",
     [

@@ -458,6 +458,7 @@ def test_a_replacement_that_can_never_be_sent_ends_as_a_dead_letter(
         assert operations.outbox(connection) == []
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("of", "expected"),
     [

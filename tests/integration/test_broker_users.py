@@ -75,6 +75,7 @@ def users(
 # ---------------------------------------------------------------- what works
 
 
+@pytest.mark.long
 def test_a_whole_run_needs_no_more(
     bank: Celery,
     users: Users,

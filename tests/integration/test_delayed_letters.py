@@ -71,6 +71,7 @@ def deposit() -> None:
     b.deposit.apply_async(("a1",), countdown=COUNTDOWN)
 
 
+@pytest.mark.long
 def test_what_a_worker_of_another_version_rejects_comes_back_at_once(
     bank: Celery,
     delayed: Callable[..., None],
@@ -86,6 +87,7 @@ def test_what_a_worker_of_another_version_rejects_comes_back_at_once(
     assert (row.status, row.queue) == ("pending", bank.conf.task_default_queue)
 
 
+@pytest.mark.long
 def test_a_replay_goes_to_the_queue_that_the_message_died_in_without_another_delay(
     bank: Celery, delayed: Callable[..., None], consumer: DeadLetterConsumer, connection: Connection
 ) -> None:
@@ -109,6 +111,7 @@ def test_what_was_delivered_too_often_says_so(
     assert [letter.reason for letter in op.dead_letters(connection)] == ["delivery_limit"]
 
 
+@pytest.mark.long
 def test_a_plain_tasks_message_is_kept(
     bank: Celery, delayed: Callable[..., None], consumer: DeadLetterConsumer, connection: Connection
 ) -> None:
@@ -125,6 +128,7 @@ def test_a_plain_tasks_message_is_kept(
         bank.tasks.pop("delayed.plain", None)
 
 
+@pytest.mark.long
 def test_it_belongs_to_the_application_in_whose_queue_it_died_whoever_has_sent_it(
     bank: Celery, delayed: Callable[..., None], consumer: DeadLetterConsumer, record: op.Record
 ) -> None:

@@ -92,6 +92,7 @@ def test_two_people_discard_a_letter_and_its_operation_can_be_purged(
     assert record(connection, OperationId("default", b.failing.name, "a1")) is None
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("steps", "why"),
     [
@@ -258,6 +259,7 @@ def test_an_admin_removes_people_and_only_the_tables_owner_adds_them(
     assert actors == ["as the owner of the tables"] * 2
 
 
+@pytest.mark.long
 def test_nearly_the_same_name_is_the_same_person(
     bank: Celery, failed: Callable[..., None], connection: Connection, run: Callable[..., Result]
 ) -> None:
@@ -324,6 +326,7 @@ def test_what_was_asked_for_a_message_is_not_approved_for_the_operation_that_it_
     assert audits(connection)[-1] == ("ben", "discard_approved", id.key, "paid otherwise")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("command", ["approve", "replay"])
 def test_an_admin_who_is_removed_while_a_command_runs_changes_nothing_more(
     bank: Celery,
@@ -401,6 +404,7 @@ def test_letters_are_counted_by_service_task_and_reason(
     assert "no_account" in run("dead-letters", "list").stdout
 
 
+@pytest.mark.long
 def test_a_dry_run_writes_nothing_and_a_bulk_replay_sends_each_once(
     run: Callable[..., Result], failed: Callable[..., None], connection: Connection
 ) -> None:

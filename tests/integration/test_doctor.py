@@ -1,4 +1,4 @@
-"""What the doctor finds on real servers, and which workers, relays and beats do not start. A faulty set-up differs in one thing."""
+"""What the doctor finds on real servers. A faulty set-up differs in one thing."""
 
 from __future__ import annotations
 
@@ -8,13 +8,10 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import textwrap
 import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from urllib.parse import urlsplit
-from uuid import uuid4
 
 import pytest
 import redis
@@ -33,8 +30,7 @@ from idempotency.store import people
 from idempotency.store.driver import CheckedConnection
 from tests.support import bank as bank_module
 from tests.support.pooler import Pooler
-from tests.support.processes import Processes, eventually
-from tests.support.proxy import Proxy
+from tests.support.processes import Processes
 
 
 def refusals(app: Celery) -> list[str]:
@@ -43,12 +39,6 @@ def refusals(app: Celery) -> list[str]:
 
 def about(app: Celery, subject: str) -> list[Finding]:
     return [finding for finding in doctor(app) if finding.subject == subject and "not there yet" not in finding.found]
-
-
-@pytest.fixture
-def rabbitmq(servers: services.Services) -> None:
-    if servers.broker == "redis":
-        pytest.skip("needs RabbitMQ")
 
 
 # ---------------------------------------------------------------- configuration
@@ -65,6 +55,7 @@ def test_a_sound_set_up_has_nothing_to_refuse(configured: Celery, rabbitmq: None
     assert {"tasks", "retention", "database", "database schema", "redis", "broker"} <= {f.subject for f in findings}
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("setting", "value", "line"),
     [
@@ -116,6 +107,7 @@ def test_a_queue_that_no_idempotent_task_uses_may_be_of_any_kind(configured: Cel
     ]
 
 
+@pytest.mark.long
 def test_money_that_no_one_may_touch_is_a_warning(
     configured: Celery, rabbitmq: None, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -130,6 +122,7 @@ def test_money_that_no_one_may_touch_is_a_warning(
     assert warned() == []
 
 
+@pytest.mark.long
 def test_a_message_that_may_outlive_its_record_is_a_warning(configured: Celery, rabbitmq: None) -> None:
     queue = configured.conf.task_default_queue
     task = configured.tasks["tests.support.bank.deposit"]
@@ -168,6 +161,7 @@ def test_remote_control_is_reported_where_others_may_publish(
 # ---------------------------------------------------------------- servers
 
 
+@pytest.mark.long
 def test_the_queue_that_is_there_must_be_the_one_that_is_declared(configured: Celery, rabbitmq: None) -> None:
     name = configured.conf.task_default_queue
     other = quorum_queue(name, exchange=name, dead_letter_queue=f"{name}-dead", limit=50)
@@ -179,12 +173,14 @@ def test_the_queue_that_is_there_must_be_the_one_that_is_declared(configured: Ce
     assert "'50'" in refused
 
 
+@pytest.mark.long
 def test_the_doctor_declares_nothing(configured: Celery, rabbitmq: None) -> None:
     name = configured.conf.task_default_queue
     for _ in range(2):
         assert f"queue {name}: not there yet; a worker or the relay declares it" in map(str, doctor(configured))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("change", "level", "line"),
     [
@@ -207,6 +203,7 @@ def test_a_database_that_weakens_the_promise_is_found(
     assert any(finding.level is level and str(finding).startswith(line) for finding in doctor(configured))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("mode", "ignores_options", "level", "line"),
     [
@@ -227,6 +224,7 @@ def test_a_pooler_is_named_with_its_mode(
     assert about_database == ([] if level is Level.OK else [str(found[0])])
 
 
+@pytest.mark.long
 def test_a_connection_that_misses_a_vanished_server_for_long_is_a_warning(
     configured: Celery, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -239,6 +237,7 @@ def test_a_connection_that_misses_a_vanished_server_for_long_is_a_warning(
     assert found.level is Level.WARNING
 
 
+@pytest.mark.long
 def test_a_task_that_may_outrun_its_lease_renewal_is_a_warning(configured: Celery) -> None:
     task = configured.tasks["tests.support.bank.deposit"]
     for limit, expected in ((600, 0), (601, 1)):
@@ -252,6 +251,7 @@ def test_a_task_that_may_outrun_its_lease_renewal_is_a_warning(configured: Celer
     assert found[0].level is Level.WARNING
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("pool", "expected"), [("threads", 1), ("gevent", 1), ("prefork", 0)])
 def test_a_pool_smaller_than_the_concurrency_of_one_process_is_a_warning(
     configured: Celery, monkeypatch: pytest.MonkeyPatch, pool: str, expected: int
@@ -262,6 +262,7 @@ def test_a_pool_smaller_than_the_concurrency_of_one_process_is_a_warning(
     assert about(configured, "idempotency_pool_size") == []
 
 
+@pytest.mark.long
 def test_a_worker_with_more_threads_than_connections_says_so_and_starts(bank: Celery, processes: Processes) -> None:
     worker = processes.worker("-P", "threads", "--concurrency", "50")
     line = "idempotency: warning: idempotency_pool_size: 10, enough for 20 attempts at once, and concurrency is 50"
@@ -302,6 +303,7 @@ def test_a_redis_that_forgets_or_refuses_hints_is_a_warning(configured: Celery, 
     assert any(line.startswith("redis: role slave, need master") for line in warned)
 
 
+@pytest.mark.long
 def test_clocks_that_differ_are_a_warning_only(configured: Celery, monkeypatch: pytest.MonkeyPatch) -> None:
     for server in ("postgres", "redis"):
         fast = SimpleNamespace(time=lambda: time.time() + 100)
@@ -321,11 +323,12 @@ def test_a_database_without_our_tables_is_refused_by_both_revisions(configured: 
 PASSWORD = "hunter2-9f3c"
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("fault", "found"),
     [
         ("password", "unreachable: wrong password"),
-        pytest.param("port", "unreachable: connection refused", marks=pytest.mark.long),
+        ("port", "unreachable: connection refused"),
         ("address", "not an address"),
     ],
 )
@@ -367,229 +370,3 @@ def spoil(address: str, fault: str) -> str:
         url = url.set(port=1)
     text = url.set(password=PASSWORD).render_as_string(hide_password=False)
     return text.replace(f":{url.port}", f":{PASSWORD}") if fault == "address" else text
-
-
-# ---------------------------------------------------------------- workers
-
-FAULTS = {
-    "a classic queue": (
-        "app.conf.task_queues = [Queue(name, Exchange(name, type='topic'), routing_key=name)]",
-        "x-queue-type is not set, need quorum",
-    ),
-    "no delivery limit": (
-        "app.conf.task_queues[0].queue_arguments.pop('x-delivery-limit')",
-        "x-delivery-limit is not set, need at least 20",
-    ),
-    "early acknowledgement": (
-        "app.task(base=IdempotentTask, key='{a}', name='early', acks_late=False)(body)",
-        "task early: acks_late=False, need True",
-    ),
-    "pickle accepted": ("app.conf.accept_content = ['json', 'pickle']", "accept_content: pickle beside json"),
-    "no lease": ("app.conf.idempotency_lease = 0", "idempotency_lease: Input should be greater than 0, got 0"),
-    "a slow heartbeat": ("app.conf.idempotency_heartbeat = 30.0", "heartbeat=30.0 lease=60.0"),
-    "a short retention": (
-        "app.task(base=IdempotentTask, key='{a}', name='brief', retention_completed=60.0)(body)",
-        "task brief: retention_completed=60.0 below redelivery_horizon=86400.0",
-    ),
-}
-
-# The doctor finds each of them above; that a worker asks it, two show.
-USUAL_FAULTS = ("a classic queue", "no lease")
-
-
-def variant(directory: Path, change: str) -> str:
-    """A module with the test application and one change to it."""
-    module = f"variant_{uuid4().hex[:8]}"
-    (directory / f"{module}.py").write_text(
-        textwrap.dedent(f"""
-            from kombu import Exchange, Queue
-            from idempotency import IdempotentTask
-            from tests.support.bank import app
-            name = app.conf.task_default_queue
-            def body(a): ...
-            {change}
-        """)
-    )
-    return module
-
-
-@pytest.mark.parametrize(
-    "fault", [pytest.param(fault, marks=[pytest.mark.long] * (fault not in USUAL_FAULTS)) for fault in FAULTS]
-)
-def test_a_worker_that_would_lose_work_does_not_start(
-    processes: Processes, environment: dict[str, str], tmp_path: Path, rabbitmq: None, fault: str
-) -> None:
-    change, line = FAULTS[fault]
-    module = variant(tmp_path, change)
-    path = f"{environment['PYTHONPATH']}:{tmp_path}"
-    # as root Celery itself refuses pickle, unless told otherwise
-    worker = processes.start("-P", "solo", app=module, PYTHONPATH=path, C_FORCE_ROOT="1")
-    assert worker.process.wait(30) == 1
-    assert [text for text in worker.log.splitlines() if "refused to start" in text and line in text], worker.log
-    assert "Traceback" not in worker.log
-
-
-@pytest.mark.parametrize(
-    ("variable", "setting"),
-    [
-        ("DATABASE_URL", "idempotency_database_url"),
-        pytest.param("REDIS_URL", "idempotency_redis_url", marks=pytest.mark.long),
-        pytest.param("BROKER_URL", "broker_url", marks=pytest.mark.long),
-    ],
-)
-def test_neither_worker_nor_relay_starts_with_an_invalid_address(
-    processes: Processes, environment: dict[str, str], variable: str, setting: str
-) -> None:
-    # taken for a port, the password would be in the error of what parses it
-    spoiled = {variable: spoil(environment[variable], "address")}
-    worker = processes.start("--concurrency", "1", "-P", "solo", **spoiled)
-    assert worker.process.wait(30) == 1
-    relay = subprocess.run(
-        [sys.executable, "-m", "idempotency.cli", "relay", "-A", "tests.support.bank"],
-        env=environment | spoiled,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert relay.returncode == 1
-    refused = f"idempotency: refused to start: {setting}: not an address; correct it"
-    assert relay.stderr.splitlines() == [refused]
-    assert refused in worker.log
-    for said in (worker.log, relay.stdout + relay.stderr):
-        assert PASSWORD not in said
-        assert "Traceback" not in said
-
-
-@pytest.mark.parametrize(
-    ("process", "fault"),
-    [
-        ("relay", "no delivery limit"),
-        ("beat", "a slow heartbeat"),
-        pytest.param("relay", "a slow heartbeat", marks=pytest.mark.long),
-        pytest.param("beat", "no delivery limit", marks=pytest.mark.long),
-    ],
-)
-def test_a_relay_or_a_beat_that_would_lose_work_does_not_start(
-    environment: dict[str, str], tmp_path: Path, rabbitmq: None, process: str, fault: str
-) -> None:
-    change, line = FAULTS[fault]
-    done = start(process, variant(tmp_path, change), environment, tmp_path)
-    try:
-        assert done.wait(60) == 1
-    finally:
-        done.kill()
-        done.wait(30)
-    said = (tmp_path / "log").read_text()
-    assert [text for text in said.splitlines() if "refused to start" in text and line in text], said
-    assert "Traceback" not in said
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("process", ["relay", "beat"])
-def test_a_sound_relay_or_beat_starts(
-    bank: Celery, environment: dict[str, str], tmp_path: Path, rabbitmq: None, process: str
-) -> None:
-    running = start(process, variant(tmp_path, ""), environment, tmp_path)
-    ready = {"relay": "relay_started", "beat": "beat: Starting..."}[process]
-    try:
-        eventually(lambda: ready in (tmp_path / "log").read_text() or running.poll() is not None, timeout=60)
-        if process == "beat":  # its schedule is opened after the check
-            eventually(lambda: list(tmp_path.glob("schedule*")) or running.poll() is not None, timeout=60)
-        assert running.poll() is None, (tmp_path / "log").read_text()
-        assert "refused" not in (tmp_path / "log").read_text()
-    finally:
-        running.terminate()
-        running.wait(30)
-
-
-def test_a_relay_waits_for_a_postgres_that_is_away_at_its_start(
-    bank: Celery, environment: dict[str, str], tmp_path: Path, rabbitmq: None
-) -> None:
-    address = urlsplit(environment["DATABASE_URL"])
-    with Proxy(address.hostname or "", address.port or 0) as proxy:
-        proxy.refuse()
-        through = environment["DATABASE_URL"].replace(f":{address.port}/", f":{proxy.port}/")
-        running = start("relay", variant(tmp_path, ""), environment | {"DATABASE_URL": through}, tmp_path)
-        log = tmp_path / "log"
-        try:
-            eventually(lambda: "postgres_unavailable" in log.read_text() or running.poll() is not None, timeout=60)
-            assert running.poll() is None, log.read_text()
-            assert proxy.refusals >= 1
-            proxy.refuse(False)
-            eventually(lambda: "relay_started" in log.read_text() or running.poll() is not None, timeout=60)
-            assert running.poll() is None, log.read_text()
-        finally:
-            running.terminate()
-            assert running.wait(30) == 0
-
-
-def test_a_relay_asked_to_stop_while_it_waits_for_postgres_ends(
-    bank: Celery, environment: dict[str, str], tmp_path: Path, rabbitmq: None
-) -> None:
-    away = environment | {"DATABASE_URL": spoil(environment["DATABASE_URL"], "port")}
-    running = start("relay", variant(tmp_path, ""), away, tmp_path)
-    log = tmp_path / "log"
-    eventually(lambda: "postgres_unavailable" in log.read_text() or running.poll() is not None, timeout=60)
-    running.terminate()
-    assert running.wait(30) == 0, log.read_text()
-
-
-@pytest.mark.few(1)
-@pytest.mark.parametrize("process", ["relay", "worker", "beat"])
-def test_a_process_with_a_wrong_address_does_not_wait(
-    process: str, bank: Celery, environment: dict[str, str], tmp_path: Path, rabbitmq: None
-) -> None:
-    wrong = environment | {"DATABASE_URL": environment["DATABASE_URL"] + "_not_there"}
-    running = start(process, variant(tmp_path, ""), wrong, tmp_path)
-    assert running.wait(60) == 1
-    refused = "idempotency: refused to start: idempotency_database_url: no such database or user; correct it"
-    assert refused in (tmp_path / "log").read_text()
-
-
-def start(process: str, module: str, environment: dict[str, str], directory: Path) -> subprocess.Popen[bytes]:
-    options = {
-        "relay": ["idempotency.cli", "relay", "-A", module],
-        "worker": ["celery", "-A", module, "worker", "-l", "INFO", "--concurrency", "1"],
-        "beat": ["celery", "-A", module, "beat", "-l", "INFO", "-s", directory / "schedule", "--pidfile", ""],
-    }[process]
-    with (directory / "log").open("wb") as log:
-        return subprocess.Popen(
-            [sys.executable, "-m", *options],
-            env=environment | {"PYTHONPATH": f"{environment['PYTHONPATH']}:{directory}"},
-            stdout=log,
-            stderr=subprocess.STDOUT,
-        )
-
-
-def test_a_worker_on_old_tables_does_not_start(processes: Processes, empty_database: str) -> None:
-    worker = processes.start("--concurrency", "1", DATABASE_URL=empty_database)
-    assert worker.process.wait(30) == 1
-    assert "idempotency: refused to start: database schema: at none, need " in worker.log
-
-
-def test_a_worker_starts_while_its_database_is_away(bank: Celery, processes: Processes, database: str) -> None:
-    away = spoil(database, "port")
-    worker = processes.worker("--concurrency", "1", "-P", "solo", DATABASE_URL=away)
-    assert "the database does not answer (connection refused): claims wait" in worker.log
-    assert PASSWORD not in worker.log
-
-
-def test_an_application_without_idempotent_tasks_is_left_alone(
-    bank: Celery, processes: Processes, environment: dict[str, str], tmp_path: Path
-) -> None:
-    (tmp_path / "plain_application.py").write_text(
-        "import os\nimport idempotency\nfrom celery import Celery\n"
-        "app = Celery('plain', broker=os.environ['BROKER_URL'])\n"
-        "app.conf.update(task_default_queue=os.environ['BANK_QUEUE'], accept_content=['json', 'yaml'])\n"
-        "@app.task\ndef plain(): ...\n"
-    )
-    path = f"{environment['PYTHONPATH']}:{tmp_path}"
-    processes.worker("--concurrency", "1", "-P", "solo", app="plain_application", PYTHONPATH=path)
-
-
-def test_a_sound_worker_starts_and_works(bank: Celery, processes: Processes, tmp_path: Path) -> None:
-    path = f"{processes.environment['PYTHONPATH']}:{tmp_path}"
-    worker = processes.worker("--concurrency", "1", app=variant(tmp_path, ""), PYTHONPATH=path)
-    account = uuid4().hex
-    bank_module.deposit.delay(account=account)
-    eventually(lambda: "succeeded" in worker.log, what="the deposit")

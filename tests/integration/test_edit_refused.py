@@ -39,6 +39,7 @@ def letter(bank: Celery, ran: list[int], deliveries: Deliveries, connection: Con
     return int(found.id)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("is_replayed", [False, True])
 @pytest.mark.parametrize("edits_of_it", [1, 2])
 def test_a_request_of_before_never_runs_also_where_the_operation_has_not_begun(

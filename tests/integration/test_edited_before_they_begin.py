@@ -291,7 +291,7 @@ def seen(bank: Celery, connection: Connection) -> tuple[list[str], int, float | 
     return lasting, queue.released, queue.next_due_seconds, released, due
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @AGAIN
 @pytest.mark.parametrize("is_archived", [True, False])
 def test_what_was_edited_is_due_once_it_is_replayed_and_not_before(

@@ -133,6 +133,7 @@ def test_a_hundred_waiters_hold_no_connection_and_their_rows_go(ends: Ends, bank
     asyncio.run(until(lambda: rows(engine) == 0))
 
 
+@pytest.mark.long
 def test_the_waiting_goes_on_after_an_error_that_is_no_outage(
     bank: Celery, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -88,6 +88,7 @@ def found(pair: PostgresPair, bank: Celery) -> set[str]:
     return {str(each) for each in [*standbys, *check_hosts(settings_of(bank))]}
 
 
+@pytest.mark.long
 def test_the_doctor_says_what_a_failover_would_lose(pair: PostgresPair, bank: Celery) -> None:
     whole = {
         f"database standbys: 1 connected, synchronous: {pair.standby.standby_name}",
@@ -109,6 +110,7 @@ def test_the_doctor_says_what_a_failover_would_lose(pair: PostgresPair, bank: Ce
     eventually(lambda: found(pair, bank) == expected, what=f"{expected}")
 
 
+@pytest.mark.long
 def test_the_doctor_says_that_a_promotion_has_reset_what_autovacuum_counts(
     pair: PostgresPair, deliveries: Deliveries, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -162,6 +164,7 @@ def test_a_login_that_may_not_see_the_standbys_is_told_so(pair: PostgresPair, da
     pair.primary.execute("DROP ROLE plain")
 
 
+@pytest.mark.long
 def test_two_primaries_of_one_address_are_refused_with_their_timelines(pair: PostgresPair, bank: Celery) -> None:
     former = pair.primary
     fail_over(pair)
@@ -171,6 +174,7 @@ def test_two_primaries_of_one_address_are_refused_with_their_timelines(pair: Pos
     assert found == [(Level.REFUSAL, f"2 take writes, on the timelines {later - 1}, {later}")]
 
 
+@pytest.mark.long
 def test_hosts_of_which_none_takes_writes_are_a_warning(pair: PostgresPair, bank: Celery) -> None:
     pair.primary.kill()
     said = {f"{each.subject}: {each.found}" for each in check_hosts(settings_of(bank))}

@@ -218,6 +218,7 @@ def test_with_pytest_django_the_fixtures_use_the_test_database_that_it_makes(
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-3000:]
 
 
+@pytest.mark.long
 def test_without_an_application_the_fixtures_say_which_one_to_define(tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text("def test_it(idempotency_outbox): pass\n")
     done = subprocess.run(

@@ -150,7 +150,7 @@ def test_a_plain_tasks_header_counts_only_where_its_body_lacks_the_name(
         bank.tasks.pop("plain")
 
 
-@pytest.mark.few(1)
+@pytest.mark.long
 @pytest.mark.parametrize("way", ["delay", "enqueue"])
 def test_a_header_of_a_callers_own_is_no_attribute_of_ours(
     bank: Celery, engine: Engine, relay: Relay, processes: Processes, entries: Callable[[str], int], way: str

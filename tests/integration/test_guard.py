@@ -84,6 +84,7 @@ def test_what_celery_would_lose_is_one_dead_letter_and_the_worker_lives(
 # ---------------------------------------------------------------- the dead-letter queue
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("moment", ["in the transaction", "before the answer to COMMIT", "after the commit"])
 def test_a_postgres_that_dies_during_a_pass_loses_and_doubles_nothing(
     bank: Celery,
@@ -439,6 +440,7 @@ def test_a_letter_that_is_no_task_message_is_not_replayed(
 # ---------------------------------------------------------------- Redis as the broker
 
 
+@pytest.mark.long
 def test_without_dead_lettering_in_the_broker_the_guard_stores_refusals(
     environment: dict[str, str], bank: Celery, processes: Processes, servers: services.Services, connection: Connection
 ) -> None:
@@ -470,6 +472,7 @@ def test_a_marker_that_no_worker_took_is_no_dead_letter(
     assert op.dead_letters(connection) == []
 
 
+@pytest.mark.long
 def test_markers_that_others_have_made_begin_no_threads_and_keep_none_of_ours_away(
     bank: Celery, worker: Worker, engine: Engine, connection: Connection
 ) -> None:

@@ -96,6 +96,7 @@ def test_a_handle_gives_no_result_of_another_call_under_its_key(
             read()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("how", ["wait", "await"])
 def test_waiting_outlasts_an_outage_of_postgres(bank: Celery, database: str, connection: Connection, how: str) -> None:
     url = make_url(database)

@@ -321,6 +321,7 @@ def test_celerys_own_tasks_are_left_alone_under_task_cls(deliveries: Deliveries)
 # ---------------------------------------------------------------- a key that varies
 
 
+@pytest.mark.long
 def test_a_message_without_a_key_stays_one_operation_whatever_its_key_function_says(
     bank: Celery, processes: Processes, relay: Any, engine: Engine, entries: Entries
 ) -> None:

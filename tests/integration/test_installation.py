@@ -11,6 +11,7 @@ import pytest
 from tests.support.processes import Processes, eventually
 
 
+@pytest.mark.long
 def test_a_worker_that_cannot_count_does_not_start(processes: Processes) -> None:
     worker = processes.start(PROMETHEUS_MULTIPROC_DIR="/proc/no/such/place")
     eventually(lambda: " ready." in worker.log or worker.process.poll() is not None)
@@ -35,11 +36,13 @@ for number in range(3):
 """
 
 
+@pytest.mark.long
 def test_counters_that_could_not_be_made_once_are_made_at_the_next_try(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", COUNTERS, str(tmp_path)], capture_output=True, text=True, check=False)
     assert done.stdout.split() == ["IsADirectoryError", "counted", "counted"], done.stdout + done.stderr[-2000:]
 
 
+@pytest.mark.long
 def test_the_modules_for_applications_are_there_after_importing_the_package() -> None:
     script = "import idempotency\nfor n in ('queues', 'providers', 'errors'): print(n, hasattr(idempotency, n))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
@@ -77,6 +80,7 @@ for number in range(3):  # for as long as that connection lives
 """
 
 
+@pytest.mark.long
 def test_an_eager_call_passes_beside_a_connection_opened_without_sqlalchemy(database: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", EAGER, database], capture_output=True, text=True, check=False, timeout=60
@@ -154,7 +158,7 @@ def hello(self, name):
 """
 
 
-@pytest.mark.few(1)
+@pytest.mark.long
 @pytest.mark.parametrize("hook", ["0", "1"], ids=["without the hook", "with the hook"])
 def test_a_worker_with_such_a_base_class_refuses_an_unsafe_set_up(
     processes: Processes, tmp_path: Path, hook: str

@@ -98,6 +98,7 @@ def discard_letter(app: Celery, letter: int) -> None:
     act(app, discard.approve, APPROVES, letter)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("broken", [0, 1], ids=["the first", "the second"])
 def test_a_letter_of_one_acceptance_loses_no_other(
     bank: Celery, deliveries: Deliveries, engine: Engine, connection: Connection, entries: Entries, broken: int

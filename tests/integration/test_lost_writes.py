@@ -112,6 +112,7 @@ def test_no_call_goes_outside_under_a_claim_that_a_crash_has_undone(
     assert len(outside.calls) == 1
 
 
+@pytest.mark.long
 def test_a_saga_whose_beginning_a_crash_has_undone_begins_again(
     crash: Callable[..., None], deliveries: Deliveries, engine: Engine, entries: Entries, record: Record
 ) -> None:
@@ -133,6 +134,7 @@ def test_a_saga_whose_beginning_a_crash_has_undone_begins_again(
     assert (outcome.state, entries("row"), record("k").status) == ("SUCCESS", 1, "completed")
 
 
+@pytest.mark.long
 def test_a_claim_under_which_a_duplicate_was_counted_survives_the_crash(
     crash: Callable[..., None], deliveries: Deliveries, entries: Entries, record: Record, redis_url: str
 ) -> None:
@@ -154,6 +156,7 @@ def test_a_claim_under_which_a_duplicate_was_counted_survives_the_crash(
     assert (outcome.state, entries("row")) == ("SUCCESS", 1)
 
 
+@pytest.mark.long
 def test_a_mark_undone_by_a_crash_is_made_again_and_the_work_done_once(
     postgres: Postgres, bank: Celery, engine: Engine, deliveries: Deliveries, entries: Entries
 ) -> None:

@@ -58,12 +58,14 @@ def test_an_accepted_message_is_in_the_ledger(sandbox: Sandbox, mailer: Mailer) 
     assert message.message_id.endswith("@shop.example>")
 
 
+@pytest.mark.long
 def test_the_same_key_is_the_same_message_id_and_another_key_another(mailer: Mailer) -> None:
     first = mailer.send("a@shop.example", "s", "b", idempotency_key="k-1")
     assert mailer.send("a@shop.example", "s", "b", idempotency_key="k-1") == first
     assert mailer.send("a@shop.example", "s", "b", idempotency_key="k-2") != first
 
 
+@pytest.mark.long
 def test_a_message_sent_twice_is_in_the_ledger_twice_in_the_order_received(sandbox: Sandbox, mailer: Mailer) -> None:
     for subject, key in (("first", "k"), ("second", "k"), ("third", "k-3")):
         mailer.send("a@shop.example", subject, "b", idempotency_key=key)
@@ -72,6 +74,7 @@ def test_a_message_sent_twice_is_in_the_ledger_twice_in_the_order_received(sandb
     assert messages[0].message_id == messages[1].message_id != messages[2].message_id
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("body", ["", ".\n..\n", "x" * 5000, "ünï\r\nwith a dot\r\n.\r\nend"], ids=len)
 def test_any_body_arrives_as_one_message(sandbox: Sandbox, mailer: Mailer, body: str) -> None:
     mailer.send("a@shop.example", "s", body, idempotency_key="k")
@@ -79,6 +82,7 @@ def test_any_body_arrives_as_one_message(sandbox: Sandbox, mailer: Mailer, body:
     assert len(ledger.read_mail(sandbox.data)) == 2
 
 
+@pytest.mark.long
 def test_try_later_is_deferred_and_the_next_try_is_accepted(tmp_path: Path) -> None:
     with process.running("mail", tmp_path, "--faults", "reject=1") as sandbox, closing(mailer_for(sandbox)) as mailer:
         with pytest.raises(Defer, match="451"):
@@ -88,6 +92,7 @@ def test_try_later_is_deferred_and_the_next_try_is_accepted(tmp_path: Path) -> N
         assert len(ledger.read_mail(tmp_path)) == 1
 
 
+@pytest.mark.long
 def test_a_recipient_that_does_not_exist_is_permanent(sandbox: Sandbox, mailer: Mailer) -> None:
     with pytest.raises(PermanentError, match="recipient") as refused:
         mailer.send("a@invalid.example", "s", "b", idempotency_key="k")
@@ -141,6 +146,7 @@ def test_a_server_that_takes_no_connections_is_deferred_whatever_its_code(greeti
         thread.join()
 
 
+@pytest.mark.long
 def test_a_connection_is_kept_and_replaced_when_the_server_was_restarted(sandbox: Sandbox, mailer: Mailer) -> None:
     mailer.send("a@shop.example", "before", "b", idempotency_key="k-1")
     sandbox.restart()
@@ -155,6 +161,7 @@ def test_a_killed_server_keeps_what_it_accepted(sandbox: Sandbox, mailer: Mailer
     assert len(ledger.read_mail(sandbox.data)) == 20
 
 
+@pytest.mark.long
 def test_threads_and_forked_children_use_connections_of_their_own(sandbox: Sandbox, mailer: Mailer) -> None:
     mailer.send("a@shop.example", "parent", "b", idempotency_key="k")
     with ThreadPoolExecutor(4) as threads:
@@ -183,6 +190,7 @@ def _send_in_child(mailer: Mailer, number: int, start: Any) -> None:
     os._exit(0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("recipient", "subject", "field"),
     [
@@ -208,6 +216,7 @@ def test_a_malformed_field_is_refused_by_name_and_not_repeated_back(
     assert ledger.read_mail(idle.data) == []
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("recipient", ["a@shop.example", "first.last+tag@sub.shop.example", "o'neil@shop.example"])
 def test_ordinary_recipients_are_accepted(sandbox: Sandbox, mailer: Mailer, recipient: str) -> None:
     mailer.send(recipient, "s" * 500, "b", idempotency_key="k")

@@ -152,6 +152,7 @@ def secured(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.
     return certificate
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("data", "early", "lines"),
     [(b"354 go on\r\n250 ok\r\n", [], 1), (b"354 go on\r\n", [b"250 ok\r\n"], 100_000)],

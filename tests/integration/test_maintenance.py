@@ -438,7 +438,7 @@ def states(bank: Celery, connection: Connection, sweep: str, key: str) -> Operat
 DONE = {"recover": "released", "exhaust": "failed", "purge": None}
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("sweep", "refusal"),
     [

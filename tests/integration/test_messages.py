@@ -232,6 +232,7 @@ def test_a_retry_that_old_code_cannot_bind_comes_back(
     assert record("a1").status == "released"
 
 
+@pytest.mark.long
 def test_an_application_that_shares_redis_runs_its_own_messages(
     bank: Celery, deliveries: Deliveries, connection: Connection, record: Record, entries: Entries, redis_url: str,
     servers: services.Services,

@@ -175,6 +175,7 @@ def test_a_broker_that_never_answers_does_not_hold_up_a_scrape(
             assert gauges(url)["idempotency_broker_up",] == 0  # httpx waits as long as Prometheus would
 
 
+@pytest.mark.long
 def test_the_endpoint_may_be_started_before_anything_has_counted(tmp_path: Path) -> None:
     directory = tmp_path / "not" / "there yet"
     with endpoint(directory) as url:
@@ -250,6 +251,7 @@ def test_only_a_claim_from_a_holder_whose_lease_is_over_is_a_takeover(
     assert counted("takeovers", failing.name) == before[1]
 
 
+@pytest.mark.long
 def test_an_operation_that_asks_twice_and_ends_unknown_counts_once(
     bank: Celery, deliveries: Deliveries, engine: Engine, outside: OutsideWorld
 ) -> None:

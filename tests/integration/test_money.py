@@ -104,6 +104,7 @@ VERBS: dict[str, tuple[Callable[..., Any], tuple[str, ...], str]] = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("verb", VERBS)
 def test_what_moves_money_is_changed_only_with_a_valid_token(
     ask: Ask, connection: Connection, deliveries: Deliveries, charge: Any, verb: str
@@ -163,6 +164,7 @@ DECLINED = r"was declined by the provider as card_declined at .*; a replay asks 
 CANCELLED = r"was cancelled by a person at .*; a replay runs it all the same, under the same key"
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("how", "said"),
     [
@@ -206,6 +208,7 @@ def test_a_replay_says_what_it_does_to_what_was_declined_or_cancelled(
     assert [each.status for each in op.dead_letters(connection)] == ["replayed"]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "code", ["rejected", "expired", "abandoned", "call_refused", "unfinished", "attempts_exhausted"]
 )

@@ -249,6 +249,7 @@ def assert_fires_and_clears(world: World, name: str) -> None:
     eventually(lambda: name not in server.firing(), what=f"{name} is over", timeout=60)
 
 
+@pytest.mark.long
 @pytest.mark.plain
 def test_an_alarm_fires_in_prometheus_and_clears(world: World) -> None:
     assert_fires_and_clears(world, "NoConsumers")

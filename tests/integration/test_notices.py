@@ -114,7 +114,7 @@ def test_too_many_letters_and_rows_that_are_refused_have_theirs(
     assert told["outbox_stuck"]["command"] == "idempotency status"
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("amount", "arguments", "stake"),
     [

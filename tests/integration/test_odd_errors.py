@@ -39,6 +39,7 @@ alone = app.task(name="odd.alone", **OPTIONS)(out_of_memory)
 in_batch = app.task(name="odd.in_batch", batch=10, batch_wait=1.0, batch_commit="each", **OPTIONS)(out_of_memory)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("task", [alone, in_batch])
 def test_a_body_without_memory_ends_its_operation_and_not_the_worker(
     bank: Celery, engine: Engine, processes: Processes, task: Any
@@ -66,6 +67,7 @@ def test_celery_is_told_of_a_failed_operation(bank: Celery, engine: Engine, kind
     assert states(engine) == {"e0": "failed"}
 
 
+@pytest.mark.long
 def test_a_soft_limit_after_the_commit_brings_the_message_again_and_fails_nothing(
     bank: Celery, deliveries: Deliveries, entries: Callable[[str], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

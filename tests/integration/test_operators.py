@@ -283,6 +283,7 @@ def unknown(
     return operation(b.transfer)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("word", "amount", "acts"), [(Happened({"amount": 3}), 3, 1), (DidNotHappen(), 7, 2)], ids=["happened", "not"]
 )

@@ -156,6 +156,7 @@ def test_a_heartbeat_renews_behind_a_pooler(pooled: Celery) -> None:
     assert holding.renewed_at > before
 
 
+@pytest.mark.few(1)
 def test_a_relay_behind_a_pooler_polls_and_listens_on_no_backend(pooled: Celery, engine: Engine) -> None:
     relay, stop, begun = Relay(pooled), threading.Event(), threading.Event()
     thread = threading.Thread(target=relay.run, args=(stop, begun.set))

@@ -211,6 +211,7 @@ def test_a_postgres_that_is_away_costs_a_sign_and_nothing_else(bank: Celery, con
     assert seen(connection, "relay") == []
 
 
+@pytest.mark.long
 def test_a_locked_row_does_not_hold_up_a_sign(bank: Celery, engine: Engine) -> None:
     life = SignOfLife(bank, "relay")
     assert life.sign()

@@ -52,6 +52,7 @@ def test_it_tells_of_each_batch_and_ends_in_time(bank: Celery, engine: Engine) -
     assert purge_once(bank, limit=5_000) == (purged.__class__(600 - purged.operations, 0, 0, more=False))
 
 
+@pytest.mark.long
 def test_alerts_are_sent_between_its_passes(bank: Celery, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[int] = []
     monkeypatch.setattr(alerts, "run_once", lambda app: sent.append(left(engine)))

@@ -331,6 +331,7 @@ def test_what_a_worker_holds_unacknowledged_is_not_lost(
     assert resent == ["lost"]
 
 
+@pytest.mark.long
 def test_a_consumer_that_does_not_say_what_it_holds_is_waited_for(bank: Celery, sent: Sent, engine: Engine) -> None:
     sent("a", seconds=1800)
     with bank.connection_for_read() as connection:

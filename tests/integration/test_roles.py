@@ -422,6 +422,7 @@ def test_making_the_roles_again_changes_no_table_and_takes_no_lock_on_one(walled
     assert not [statement for statement in done if not statement.startswith(("GRANT", "REVOKE", "ALTER FUNCTION"))]
 
 
+@pytest.mark.long
 def test_several_deploys_make_the_roles_at_once(walled: str) -> None:
     """Roles belong to the server, so a lock in one database keeps nobody away."""
     engines = [create_engine(walled, poolclass=NullPool) for _ in range(4)]

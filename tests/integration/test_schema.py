@@ -174,6 +174,7 @@ def indexes(engine: Engine) -> set[str]:
         return set(connection.execute(text(valid)).scalars())
 
 
+@pytest.mark.long
 def test_nothing_queues_for_long_behind_a_migration_that_waits(empty: Engine, quick: None) -> None:
     """An open transaction has the table; readers pass while the migration tries again, and it gets through after."""
     schema.migrate(empty, "0008")
@@ -206,6 +207,7 @@ def test_a_lock_that_is_never_free_ends_the_migration_with_its_error(
     schema.migrate(empty)
 
 
+@pytest.mark.long
 def test_a_migration_that_deadlocks_with_a_transaction_is_tried_again(empty_database: str) -> None:
     """0011 takes exclusive locks on six tables in one transaction."""
     engine = create_engine(empty_database)
@@ -229,6 +231,7 @@ def test_a_migration_that_deadlocks_with_a_transaction_is_tried_again(empty_data
     engine.dispose()
 
 
+@pytest.mark.long
 def test_an_index_is_built_while_a_transaction_that_uses_its_table_is_open(
     empty: Engine, quick: None, with_an_index: None
 ) -> None:
@@ -264,6 +267,7 @@ def test_an_index_whose_build_was_interrupted_is_rebuilt(empty: Engine, with_an_
     assert "idempotency.outbox_by_origin" in indexes(empty)
 
 
+@pytest.mark.long
 def test_four_callers_at_once_build_an_index_once(empty: Engine, with_an_index: None, quick: None) -> None:
     """The index build would wait for a migration that waited for its turn in a statement."""
     schema.migrate(empty, schema._known()[1])
@@ -344,6 +348,7 @@ FROM idempotency.outbox o, idempotency.dead_letters d, idempotency.set_aside s, 
 """
 
 
+@pytest.mark.long
 def test_rows_of_before_are_there_under_the_new_names_and_can_go_back(empty: Engine) -> None:
     schema.migrate(empty, "0010")
     with empty.begin() as connection:

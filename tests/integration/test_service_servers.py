@@ -104,12 +104,14 @@ def test_everything_listens_on_the_loopback_interface_only() -> None:
     assert set(listening) == {"127.0.0.1"}
 
 
+@pytest.mark.long
 def test_postgres_runs_with_the_durability_of_production(light: services.Services) -> None:
     settings = ("fsync", "synchronous_commit", "full_page_writes", "max_connections", "transaction_isolation")
     values = [query(light.database_url, f"SHOW {name}")[0][0] for name in settings]
     assert values == ["on", "on", "on", "200", "read committed"]
 
 
+@pytest.mark.long
 def test_postgres_and_redis_refuse_a_wrong_password(light: services.Services) -> None:
     wrong_database = light.database_url.replace(light.postgres.password, "wrong")
     with pytest.raises(psycopg.OperationalError, match="password authentication failed"):
@@ -133,6 +135,7 @@ def test_postgres_keeps_its_port_and_what_was_committed_across_a_kill(light: ser
     assert light.postgres.pid != pid
 
 
+@pytest.mark.long
 def test_a_databases_nearest_address_is_its_socket_and_leads_to_the_same(light: services.Services) -> None:
     url = light.create_database("near")
     query(url, "CREATE TABLE things AS SELECT 42 AS thing")
@@ -140,6 +143,7 @@ def test_a_databases_nearest_address_is_its_socket_and_leads_to_the_same(light: 
     assert query(nearest, "SELECT thing, inet_server_addr() FROM things") == [(42, None)]
 
 
+@pytest.mark.long
 def test_redis_comes_back_empty_on_the_same_port_after_a_kill(light: services.Services) -> None:
     with RedisClient.from_url(light.redis_url) as client:
         client.set("lease", "token")
@@ -180,10 +184,8 @@ def test_rabbitmq_keeps_vhosts_queues_and_messages_across_a_kill() -> None:
     assert not epmd.is_running() or epmd.status() == psutil.STATUS_ZOMBIE
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize(
-    "name", ["postgres", "redis", pytest.param("rabbitmq", marks=[needs_rabbitmq, pytest.mark.long])]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["postgres", "redis", pytest.param("rabbitmq", marks=needs_rabbitmq)])
 def test_a_paused_server_is_silent_until_it_is_resumed(name: str) -> None:
     with services.running(needs=[name]) as s:
         server = s.servers[name]
@@ -217,6 +219,7 @@ def test_restart_shuts_down_in_order_and_starts_another_process(light: services.
     assert "received fast shutdown request" in light.postgres.log.read_text()
 
 
+@pytest.mark.long
 def test_an_address_in_the_environment_is_used_as_it_is(
     light: services.Services, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -245,6 +248,7 @@ def test_two_sets_of_servers_run_side_by_side() -> None:
     assert not processes_below(two.directory)
 
 
+@pytest.mark.long
 def test_without_rabbitmq_a_second_redis_is_the_broker(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -281,6 +285,7 @@ def test_the_servers_end_when_their_owner_is_killed(paused: bool) -> None:
     assert becomes_true(lambda: not directory.exists() and not processes_below(directory))
 
 
+@pytest.mark.long
 def test_a_server_that_cannot_start_says_why_without_its_password(tmp_path: Path) -> None:
     server = services.Redis(tmp_path)
     squatter = services.Redis(tmp_path / "squatter")
@@ -311,11 +316,13 @@ def test_a_directory_keeps_data_and_password_but_not_a_taken_port(tmp_path: Path
     assert not processes_below(tmp_path)
 
 
+@pytest.mark.long
 def test_a_long_directory_name_does_not_stop_postgres(tmp_path: Path) -> None:
     with services.running(tmp_path / ("d" * 100), needs=["postgres"]) as s:
         assert query(s.database_url, "SELECT 1") == [(1,)]
 
 
+@pytest.mark.long
 def test_unknown_services_and_malformed_database_names_are_refused_by_name(light: services.Services) -> None:
     with pytest.raises(ValueError, match="unknown service 'mysql'"), services.running(needs=["mysql"]):
         pass

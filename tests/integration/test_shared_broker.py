@@ -257,6 +257,7 @@ def test_a_queue_of_an_earlier_version_goes_on_with_the_shared_dead_letter_queue
     assert reasons(connection) == [("rejected", "ours")]
 
 
+@pytest.mark.long
 def test_only_that_difference_of_a_queue_is_accepted(start: Start) -> None:
     ours = start("ours", quorum_queue("payments"))
     declare(ours, quorum_queue("payments", dead_letter_queue=SHARED_DEAD_LETTERS, limit=50))
@@ -279,6 +280,7 @@ def test_a_worker_starts_on_a_queue_of_an_earlier_version(
     eventually(lambda: entries("a1") == 1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("named", [True, False], ids=["says whose it is", "of an earlier version"])
 def test_each_takes_its_own_from_the_shared_dead_letter_queue(
     start: Start, connection: Connection, others: Connection, named: bool

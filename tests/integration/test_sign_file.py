@@ -66,6 +66,7 @@ def test_a_worker_whose_main_loop_hangs_is_told_and_ends_in_order(
     assert (file.exists(), run("alive", file).out) == (False, "no sign is expected\n")
 
 
+@pytest.mark.long
 def test_a_worker_whose_servers_are_away_is_alive(
     bank: Celery, processes: Processes, run: Run, file: Path, environment: dict[str, str]
 ) -> None:

@@ -80,6 +80,7 @@ def test_a_message_expires_when_its_sender_has_said_and_not_earlier(
     assert [letter.reason for letter in letters(1)] == [reason]
 
 
+@pytest.mark.long
 def test_a_death_that_a_copy_has_brought_with_it_changes_nothing(
     bank: Celery,
     processes: Processes,
@@ -174,6 +175,7 @@ def test_a_copy_keeps_no_record_of_what_has_ended(
     assert connection.execute(text("SELECT count(*) FROM idempotency.records")).scalar_one() == 0
 
 
+@pytest.mark.long
 def test_what_the_application_itself_has_refused_to_send_is_not_called_altered(
     bank: Celery, processes: Processes, letters: Callable[[int], Any]
 ) -> None:
@@ -202,7 +204,7 @@ def test_what_follows_a_task_and_is_unfit_is_not_called_altered(bank: Celery, op
     assert examine(bank, arrived).reason == "invalid_header"
 
 
-@pytest.mark.few(1)
+@pytest.mark.long
 @pytest.mark.parametrize("unfit", ["id", "shadow"])
 def test_what_code_before_has_signed_and_is_unfit_is_one_letter_of_its_operation(
     bank: Celery, relay: Relay, engine: Engine, connection: Connection, unfit: str
@@ -227,6 +229,7 @@ def test_no_sender_gives_a_message_a_time_to_live(bank: Celery) -> None:
         b.deposit.apply_async(("a1",), expiration=1)
 
 
+@pytest.mark.long
 def test_what_follows_a_task_is_not_dropped_for_a_time_to_live(
     bank: Celery, processes: Processes, entries: Callable[[str], int]
 ) -> None:

@@ -8,6 +8,7 @@ from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+import pytest
 from celery import Celery
 
 from tests.integration.test_signed_messages import bank, environment, letters, signed  # noqa: F401
@@ -15,6 +16,7 @@ from tests.support.dead_messages import body_of, publish
 from tests.support.processes import Processes, eventually
 
 
+@pytest.mark.long
 def test_a_call_for_the_day_after_tomorrow_runs_then(
     bank: Celery,  # noqa: F811
     processes: Processes,

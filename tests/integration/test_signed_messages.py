@@ -269,6 +269,7 @@ def test_what_is_nested_in_the_headers_is_never_taken_for_what_is_signed(
     assert (found.task, kept["task"], kept["id"]) == (b.failing.name, b.failing.name, sent["id"])
 
 
+@pytest.mark.long
 def test_what_a_worker_would_call_after_a_plain_task_is_looked_for_in_its_headers_too(
     bank: Celery, letters: Callable[[int], Any], processes: Processes, entries: Callable[[str], int]
 ) -> None:
@@ -283,6 +284,7 @@ def test_what_a_worker_would_call_after_a_plain_task_is_looked_for_in_its_header
     assert entries("victim") == 0
 
 
+@pytest.mark.long
 def test_a_header_that_no_sender_of_celery_makes_is_refused(
     bank: Celery, letters: Callable[[int], Any], processes: Processes, entries: Callable[[str], int]
 ) -> None:

@@ -157,6 +157,7 @@ def test_an_on_failed_that_always_meets_an_operational_error_ends(
     assert keys_of_letters(connection) == [("stuck", "on_failed_error")]
 
 
+@pytest.mark.long
 def test_a_postgres_that_goes_away_is_no_try(
     bank: Celery, consumer: DeadLetterConsumer, connection: Connection, impatient: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -179,6 +180,7 @@ def test_a_postgres_that_goes_away_is_no_try(
     assert connection.execute(text("SELECT account FROM failures")).scalars().all() == ["stuck"]
 
 
+@pytest.mark.long
 def test_an_on_failed_that_ends_its_process_is_counted(
     bank: Celery, connection: Connection, environment: dict[str, str]
 ) -> None:
@@ -307,6 +309,7 @@ def refused(connection: Connection) -> Iterator[None]:
     connection.execute(text("DROP FUNCTION refuse() CASCADE"))
 
 
+@pytest.mark.long
 def test_a_letter_that_surprises_is_stored_raw_in_the_end(
     bank: Celery, consumer: DeadLetterConsumer, connection: Connection, impatient: None, refused: None
 ) -> None:

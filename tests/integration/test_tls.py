@@ -110,6 +110,7 @@ def application(environment: dict[str, str]) -> Iterator[Celery]:
     bank.app.conf.broker_use_ssl = None
 
 
+@pytest.mark.long
 def test_a_task_is_enqueued_relayed_and_run_over_tls_alone(
     application: Celery, environment: dict[str, str], encrypted: Encrypted
 ) -> None:

@@ -51,6 +51,7 @@ for name in ("one", "two"):
 """
 
 
+@pytest.mark.long
 def test_without_an_application_it_is_a_task_of_every_one() -> None:
     done = subprocess.run([sys.executable, "-c", SHARED], capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 0, done.stderr

@@ -311,7 +311,7 @@ def test_a_message_with_a_far_eta_waits_in_the_outbox_and_not_in_a_worker(
         assert connection.execute(text("SELECT count(*) FROM idempotency.outbox")).scalar_one() == 1
 
 
-@pytest.mark.few(1)
+@pytest.mark.long
 @pytest.mark.skipif(not can_be_built(), reason="needs a C compiler")
 @pytest.mark.parametrize("days", [-1, 1])
 def test_a_worker_with_a_wrong_clock_neither_keeps_nor_hastens_a_delay(

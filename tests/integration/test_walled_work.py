@@ -184,6 +184,7 @@ def test_a_relay_that_would_see_one_tenant_at_a_time_does_not_start(
     assert f"{APPLICATION!r} sees one tenant at a time, and a relay works for all; log in as {RELAY}" in said
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("role", [APPLICATION, RELAY, OPERATOR])
 def test_the_check_at_the_start_finds_nothing_missing(under: Under, role: str) -> None:
     with under(role) as app:
@@ -192,6 +193,7 @@ def test_the_check_at_the_start_finds_nothing_missing(under: Under, role: str) -
         assert require_safe_setup(app) is None
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("role", "said"), [(APPLICATION, "the tenants of a transaction"), (RELAY, "all tenants"), (OPERATOR, "all tenants")]
 )
@@ -391,6 +393,7 @@ def test_sagas_of_two_tenants_wait_are_woken_and_undone(under: Under, engine: En
         assert seen == [("a", "COMPLETED")]
 
 
+@pytest.mark.long
 def test_an_operator_changes_the_saga_of_one_tenant(under: Under, engine: Engine, deliveries: Deliveries) -> None:
     with under(APPLICATION) as app:
         stage = Stage(app, engine, deliveries)

@@ -125,6 +125,7 @@ def test_an_operation_runs_where_celery_was_never_imported(engine: Engine, datab
         assert connection.execute(text("SELECT count(*) FROM idempotency.outbox")).scalar_one() == 0
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("bank")
 def test_the_example_of_the_documentation_runs_as_it_is(engine: Engine, database: str) -> None:
     (example,) = python_blocks("docs/without-celery.md")

@@ -57,8 +57,7 @@ def one_order(shop: Shop, seed: int) -> None:
     check_stock(shop)
 
 
-@pytest.mark.long
-@pytest.mark.quick
+@pytest.mark.few(2)
 @pytest.mark.parametrize("block", range(BLOCKS))
 def test_one_order_ends_right_in_any_order_of_its_events(shop: Shop, block: int) -> None:
     for seed in range(block, SEEDS, BLOCKS):
@@ -111,7 +110,7 @@ def test_orders_of_a_scarce_article_share_it_whatever_happens_at_once(shop: Shop
             raise
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("first", "second"),
     [
@@ -142,6 +141,7 @@ def test_two_events_of_an_order_at_the_same_moment_end_as_one_after_the_other(
         check_stock(shop)
 
 
+@pytest.mark.long
 def test_a_cancellation_told_twice_at_the_same_moment_is_one_refund(shop: Shop) -> None:
     for _ in range(2):
         shop.forget()
@@ -175,6 +175,7 @@ def hear(shop: Shop, service: str, order: str, sku: str, events: tuple[str, ...]
         shop.deliver(early[0])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("events", "status", "left"),
     [

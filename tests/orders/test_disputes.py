@@ -79,6 +79,7 @@ def keep(shop: Shop, dispute: Any, tenant: str) -> None:
         assert settlement.settle(session, replace(dispute, tenant=tenant)) == "waiting"
 
 
+@pytest.mark.long
 def test_one_that_was_kept_for_another_tenant_is_handed_over_as_often_as_it_changes(shop: Shop) -> None:
     order, charge = captured(shop)
     keep(shop, dispute_of(charge), "t-else")
@@ -90,6 +91,7 @@ def test_one_that_was_kept_for_another_tenant_is_handed_over_as_often_as_it_chan
     assert noted(shop, charge) == [("default", order, "won", 400)]
 
 
+@pytest.mark.long
 def test_one_that_waits_in_the_tenant_whose_charge_it_is_found_to_be_is_noted(shop: Shop) -> None:
     order, _ = captured(shop)
     charge = "pi_late" + uuid4().hex
@@ -111,6 +113,7 @@ def test_one_that_was_handed_over_follows_its_charge_to_a_third(shop: Shop) -> N
     assert noted(shop, charge) == [("t3", right, "needs_response", 400)]
 
 
+@pytest.mark.long
 def test_one_that_names_another_tenants_payment_is_the_one_whose_charge_it_is(
     shop: Shop, gateway: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -126,6 +129,7 @@ def test_one_that_names_another_tenants_payment_is_the_one_whose_charge_it_is(
     assert noted(shop, charge) == [("t1", order, "needs_response", 400)]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["dispute", "refund"])
 def test_in_one_tenant_it_is_the_payment_that_has_the_charge_and_not_the_one_that_is_named(
     shop: Shop, gateway: Any, kind: str, monkeypatch: pytest.MonkeyPatch
@@ -167,6 +171,7 @@ def test_one_whose_charge_is_locked_holds_up_nothing_else(shop: Shop, gateway: A
     assert noted(shop, locked) == []
 
 
+@pytest.mark.long
 def test_a_letter_told_where_a_charge_was_typed_completes_once_it_is_the_others(shop: Shop, gateway: Any) -> None:
     theirs, charge = theirs_declined(shop, gateway)
     order = shop.order(tenant="t1")
@@ -189,6 +194,7 @@ def test_a_letter_told_where_a_charge_was_typed_completes_once_it_is_the_others(
     assert status == "completed"
 
 
+@pytest.mark.long
 def test_a_name_that_becomes_known_before_the_check_has_run_is_no_second_letter(shop: Shop, gateway: Any) -> None:
     from tests.orders.test_refunds_of_others import submit
 
@@ -205,6 +211,7 @@ def test_a_name_that_becomes_known_before_the_check_has_run_is_no_second_letter(
         assert connection.execute(query, {"key": f"refund:{made}:%"}).scalars().all() == ["ledger_differs"]
 
 
+@pytest.mark.long
 def test_a_report_that_comes_while_its_dispute_is_handed_over_is_taken(
     shop: Shop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -227,6 +234,7 @@ def test_a_report_that_comes_while_its_dispute_is_handed_over_is_taken(
     assert noted(shop, charge) == [("default", order, "lost", 400)]
 
 
+@pytest.mark.long
 def test_one_whose_charge_was_taken_away_waits_until_a_payment_has_it(shop: Shop) -> None:
     wrong, charge = captured(shop)
     right, _ = captured(shop)
@@ -240,6 +248,7 @@ def test_one_whose_charge_was_taken_away_waits_until_a_payment_has_it(shop: Shop
     assert noted(shop, charge) == [("default", right, "lost", 400)]
 
 
+@pytest.mark.long
 def test_one_of_another_provider_follows_its_charge_with_its_next_report(shop: Shop) -> None:
     wrong, _ = captured(shop)
     right, _ = captured(shop)
@@ -255,6 +264,7 @@ def test_one_of_another_provider_follows_its_charge_with_its_next_report(shop: S
     assert noted(shop, charge) == [("default", right, "lost", 400)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("provider", ["stripe", "payment"])
 def test_one_of_a_second_charge_is_the_payments_that_is_named(shop: Shop, provider: str) -> None:
     """A buyer was charged twice, and disputes the second charge."""
@@ -267,6 +277,7 @@ def test_one_of_a_second_charge_is_the_payments_that_is_named(shop: Shop, provid
         assert noted(shop, second) == [("default", order, "needs_response", 400)]
 
 
+@pytest.mark.long
 def test_a_refund_that_is_booked_stays_with_its_payment_when_the_charge_is_found_to_be_anothers(shop: Shop) -> None:
     """And is reversed there when it fails."""
     named, charge = captured(shop)

@@ -33,6 +33,7 @@ def test_a_click_that_is_answered_has_placed_nothing_yet(shop: Shop, sku: str) -
     }
 
 
+@pytest.mark.long
 def test_an_order_is_pending_while_its_payment_is_initiated_and_its_stock_confirmed(shop: Shop, sku: str) -> None:
     order = shop.order(sku, 2)
     shop.run("stock.confirmed")
@@ -41,6 +42,7 @@ def test_an_order_is_pending_while_its_payment_is_initiated_and_its_stock_confir
     assert shop.one("SELECT id, order_id FROM payments WHERE order_id = :id", id=order) == (order, order)
 
 
+@pytest.mark.long
 def test_an_order_that_is_paid_is_processed_and_its_pieces_are_its_own(shop: Shop, sku: str) -> None:
     order = shop.order(sku, 2)
     shop.run("order.paid")
@@ -51,6 +53,7 @@ def test_an_order_that_is_paid_is_processed_and_its_pieces_are_its_own(shop: Sho
     check_order(shop, order, "PROCESSING")
 
 
+@pytest.mark.long
 def test_an_order_that_costs_nothing_is_cancelled_without_a_refund(shop: Shop, sku: str) -> None:
     order = shop.order(sku, amount=0)
     shop.run("order.paid > warehouse")
@@ -68,6 +71,7 @@ def test_an_order_of_nothing_in_stock_needs_no_warehouse(shop: Shop) -> None:
     check_order(shop, order, "PROCESSING")
 
 
+@pytest.mark.long
 def test_fifty_clicks_place_one_order(shop: Shop, sku: str) -> None:
     session_id = f"cs-{uuid4().hex}"
     orders = at_once(8, lambda _: shop.order(sku, checkout_session_id=session_id))
@@ -77,6 +81,7 @@ def test_fifty_clicks_place_one_order(shop: Shop, sku: str) -> None:
     assert shop.stock(sku) == (4, 1)
 
 
+@pytest.mark.long
 def test_a_second_order_of_a_checkout_session_is_cancelled(shop: Shop, sku: str) -> None:
     """Checkout has none. The orders' own key is a second safeguard, behind the checkout's."""
     first = shop.order(sku)
@@ -92,6 +97,7 @@ def test_a_second_order_of_a_checkout_session_is_cancelled(shop: Shop, sku: str)
     assert shop.provider.net(second) == 0
 
 
+@pytest.mark.long
 def test_an_observer_sees_how_far_an_order_has_come(shop: Shop, sku: str) -> None:
     order = shop.order(sku)
     shop.run("stock.reserved > observer", "order.paid > warehouse")
@@ -104,6 +110,7 @@ def test_an_observer_sees_how_far_an_order_has_come(shop: Shop, sku: str) -> Non
     check_order(shop, order, "CANCELLED")
 
 
+@pytest.mark.long
 def test_tenants_have_sessions_and_stock_of_their_own(shop: Shop) -> None:
     same: dict[str, Any] = {"sku": f"sku-{uuid4().hex[:8]}", "checkout_session_id": f"cs-{uuid4().hex}"}
     shop.receive(same["sku"], 1, tenant="acme")
@@ -119,6 +126,7 @@ def test_tenants_have_sessions_and_stock_of_their_own(shop: Shop) -> None:
 # ---------------------------------------------------------------- cancelled
 
 
+@pytest.mark.long
 def test_an_order_that_cannot_be_paid_is_cancelled_and_its_stock_released(shop: Shop, sku: str) -> None:
     order = shop.order(sku, 2)
     shop.provider.declines.add(order)
@@ -129,6 +137,7 @@ def test_an_order_that_cannot_be_paid_is_cancelled_and_its_stock_released(shop: 
     check_order(shop, order, "CANCELLED")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("held_back", ["nothing", "order.paid > warehouse", "stock.reserved"])
 def test_what_was_reserved_is_released_in_equal_parts(shop: Shop, sku: str, held_back: str) -> None:
     """Cancelled after it was paid, before the warehouse or before orders has heard of the next."""
@@ -184,6 +193,7 @@ def test_out_of_stock_after_it_was_paid_is_refunded(shop: Shop, sku: str) -> Non
     assert shop.stock(sku) == (4, 1)
 
 
+@pytest.mark.long
 def test_a_cancellation_that_comes_first_leaves_nothing_to_do(shop: Shop, sku: str) -> None:
     order = shop.order(sku)
     shop.cancel(order)
@@ -195,6 +205,7 @@ def test_a_cancellation_that_comes_first_leaves_nothing_to_do(shop: Shop, sku: s
     check_order(shop, order, "CANCELLED")
 
 
+@pytest.mark.long
 def test_a_cancellation_before_the_charge_begins_charges_nothing(shop: Shop, sku: str) -> None:
     order = shop.order(sku)
     shop.run("payments.capture_payment")
@@ -205,6 +216,7 @@ def test_a_cancellation_before_the_charge_begins_charges_nothing(shop: Shop, sku
     check_order(shop, order, "CANCELLED")
 
 
+@pytest.mark.long
 def test_captured_after_cancelled_is_refunded(shop: Shop, sku: str) -> None:
     """The charge was made and its answer lost; meanwhile the order is cancelled."""
     order = shop.order(sku)
@@ -221,6 +233,7 @@ def test_captured_after_cancelled_is_refunded(shop: Shop, sku: str) -> None:
     check_order(shop, order, "CANCELLED")
 
 
+@pytest.mark.long
 def test_a_cancellation_is_too_late_once_the_order_is_processed(shop: Shop, sku: str) -> None:
     order = shop.order(sku)
     shop.run()
@@ -229,6 +242,7 @@ def test_a_cancellation_is_too_late_once_the_order_is_processed(shop: Shop, sku:
     check_order(shop, order, "PROCESSING")
 
 
+@pytest.mark.long
 def test_what_was_refunded_by_hand_is_not_refunded_again(shop: Shop, sku: str) -> None:
     order = shop.order(sku)
     shop.run("order.paid > warehouse")
@@ -241,6 +255,7 @@ def test_what_was_refunded_by_hand_is_not_refunded_again(shop: Shop, sku: str) -
     check_order(shop, order, "CANCELLED", refunds=2)
 
 
+@pytest.mark.long
 def test_an_order_is_not_undone_while_a_part_of_its_money_is_kept(shop: Shop) -> None:
     order = shop.order(None)
     shop.run("order.paid > warehouse")
@@ -261,6 +276,7 @@ def test_an_order_is_not_undone_while_a_part_of_its_money_is_kept(shop: Shop) ->
 # ---------------------------------------------------------------- people
 
 
+@pytest.mark.long
 def test_a_failed_payment_that_is_replayed_in_time_pays_its_order(shop: Shop, sku: str) -> None:
     """Orders hears of the failure after the success: it is older, and changes nothing."""
     order = shop.order(sku)
@@ -273,6 +289,7 @@ def test_a_failed_payment_that_is_replayed_in_time_pays_its_order(shop: Shop, sk
     check_order(shop, order, "PROCESSING", failures=1)
 
 
+@pytest.mark.long
 def test_a_failed_payment_that_is_replayed_too_late_is_refunded(shop: Shop, sku: str) -> None:
     order = shop.order(sku)
     shop.provider.declines.add(order)
@@ -346,6 +363,7 @@ def case_of(shop: Shop, order: str) -> str:
     return str(shop.one("SELECT code FROM support_cases WHERE payment_id = :id", id=order)[0])
 
 
+@pytest.mark.long
 def test_a_cancelled_order_whose_refund_fails_for_good_has_a_case(shop: Shop) -> None:
     order = shop.order(None)
     shop.run("order.paid > warehouse")
@@ -367,6 +385,7 @@ def requested_by_hand(shop: Shop, order: str, amount: int) -> Sent:
     return message
 
 
+@pytest.mark.long
 def test_a_cancelled_order_keeps_no_money_though_a_refund_by_hand_was_requested_before(shop: Shop) -> None:
     order = shop.order(None)
     shop.run("order.paid > warehouse")
@@ -379,6 +398,7 @@ def test_a_cancelled_order_keeps_no_money_though_a_refund_by_hand_was_requested_
     assert shop.one("SELECT count(*) FROM support_cases WHERE payment_id = :id", id=order)[0] == 0
 
 
+@pytest.mark.long
 def test_a_cancelled_order_of_which_a_refund_by_hand_comes_to_nothing_has_a_case(shop: Shop) -> None:
     order = shop.order(None)
     shop.run("order.paid > warehouse")
@@ -403,6 +423,7 @@ def test_a_cancelled_order_of_which_a_refund_by_hand_comes_to_nothing_has_a_case
     )
 
 
+@pytest.mark.long
 def test_a_payment_under_the_id_of_an_order_is_refused(shop: Shop) -> None:
     """Before payments has heard of the order, and after."""
     from tasks.payments import submit_payment

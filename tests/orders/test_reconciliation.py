@@ -67,6 +67,7 @@ def test_each_difference_is_named_with_both_sides_in_one_dead_letter(shop: Shop,
     assert f"charge {charge} of {order}: the provider has 1000 EUR, the ledger 999 EUR" in said
 
 
+@pytest.mark.long
 def test_a_letter_that_is_replayed_after_it_was_mended_completes(shop: Shop, gateway: Any) -> None:
     order, charge = paid(shop)
     with shop.books.begin() as connection:
@@ -82,6 +83,7 @@ def test_a_letter_that_is_replayed_after_it_was_mended_completes(shop: Shop, gat
     assert charge not in found(shop)
 
 
+@pytest.mark.long
 def test_a_list_that_cannot_be_read_is_no_difference(shop: Shop, gateway: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from tasks import reconciliation
     from tasks.gateway import StripeGateway
@@ -97,6 +99,7 @@ def test_a_list_that_cannot_be_read_is_no_difference(shop: Shop, gateway: Any, m
     assert all("API key" in why for why in compared.unanswered)
 
 
+@pytest.mark.long
 def test_the_command_shows_the_differences_and_its_status_says_whether_there_are_any(
     shop: Shop, gateway: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -112,6 +115,7 @@ def test_the_command_shows_the_differences_and_its_status_says_whether_there_are
         reconciliation.main(["--days", "0"])
 
 
+@pytest.mark.long
 def test_one_name_that_postgres_cannot_store_stops_no_reconciliation(shop: Shop, gateway: Any) -> None:
     about = {"customer_id": "c1", "amount": 700, "currency": "EUR"}
     lost = gateway.capture(payment_id=f"lost-{uuid4().hex}", **about, idempotency_key=uuid4().hex)["id"]

@@ -180,6 +180,7 @@ def of_refund(shop: Shop, order: str, refund_id: str, state: str, id: str | None
     return report(id or row.id, state, order, **about)
 
 
+@pytest.mark.long
 def test_a_refund_that_fails_later_is_reversed_once_and_owed_again(shop: Shop) -> None:
     order, _ = captured(shop)
     refund_id = refund(shop, order)
@@ -199,6 +200,7 @@ def test_a_refund_that_fails_later_is_reversed_once_and_owed_again(shop: Shop) -
     assert len(shop.events("payment.refund_failed", order)) == 1
 
 
+@pytest.mark.long
 def test_a_refund_that_has_failed_before_its_task_ends_is_reversed_by_it(shop: Shop) -> None:
     order, _ = captured(shop)
     refund_id = refund(shop, order)
@@ -209,6 +211,7 @@ def test_a_refund_that_has_failed_before_its_task_ends_is_reversed_by_it(shop: S
     assert shop.one("SELECT refunded FROM payments WHERE id = :id", id=order)[0] == 0
 
 
+@pytest.mark.long
 def test_what_somebody_refunds_at_the_provider_is_written_down_and_two_parts_are_two(shop: Shop) -> None:
     order, charge = captured(shop)
     parts = [
@@ -223,6 +226,7 @@ def test_what_somebody_refunds_at_the_provider_is_written_down_and_two_parts_are
     assert posted(shop, order) == 400
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "change", [{"amount": 999}, {"currency": "USD"}, {"payment_id": None}, {"payment_id": "unknown"}]
 )
@@ -235,12 +239,14 @@ def test_a_charge_that_is_not_of_the_payment_changes_nothing(shop: Shop, order: 
     shop.provider.slow.discard(order)
 
 
+@pytest.mark.long
 def test_a_second_charge_of_a_payment_is_kept_and_changes_nothing(shop: Shop) -> None:
     order, _ = captured(shop)
     assert settle(shop, report("pi_other" + order, "succeeded", order)) == ["waiting"]
     assert posted(shop, order) == 1000
 
 
+@pytest.mark.long
 def test_a_report_about_an_operation_in_doubt_settles_the_payment_and_its_replay_finds_it(shop: Shop) -> None:
     order = slow_order(shop)
     with shop.books.begin() as connection:
@@ -257,6 +263,7 @@ def test_a_report_about_an_operation_in_doubt_settles_the_payment_and_its_replay
     check_order(shop, order, "PROCESSING")
 
 
+@pytest.mark.long
 def test_a_dispute_is_kept_as_it_was_reported_last_and_its_end_stays(shop: Shop) -> None:
     order, charge = captured(shop)
 
@@ -272,6 +279,7 @@ def test_a_dispute_is_kept_as_it_was_reported_last_and_its_end_stays(shop: Shop)
     assert dispute("warning_under_review", 9) == "lost"
 
 
+@pytest.mark.long
 def test_an_operation_that_runs_when_it_is_reported_asks_once_more(shop: Shop) -> None:
     order = shop.order()
     shop.provider.slow.add(order)

@@ -116,6 +116,7 @@ def test_a_refund_that_a_person_ends_as_not_made_is_free_again_once(shop: Shop) 
     check_refundable(shop, order)
 
 
+@pytest.mark.long
 def test_a_refund_that_was_unknown_and_is_declined_in_its_replay_is_free_again(shop: Shop) -> None:
     order, refund_id = unanswered_refund(shop)
     resolve(shop, refund_id, DidNotHappen())
@@ -127,6 +128,7 @@ def test_a_refund_that_was_unknown_and_is_declined_in_its_replay_is_free_again(s
     check_refundable(shop, order)
 
 
+@pytest.mark.long
 def test_a_refund_that_was_unknown_and_has_failed_at_the_provider_is_free_again(shop: Shop) -> None:
     """The report says that it has failed, and the provider says so in a replay, too."""
     order, charge, refund_id, there = silent_refund(shop)
@@ -141,6 +143,7 @@ def test_a_refund_that_was_unknown_and_has_failed_at_the_provider_is_free_again(
     check_refundable(shop, order)
 
 
+@pytest.mark.long
 def test_a_refund_thought_refused_that_is_reported_as_made_is_counted_once(shop: Shop) -> None:
     order, charge, refund_id, there = silent_refund(shop)
     give_up(shop, refund_id)
@@ -173,6 +176,7 @@ def test_a_refund_thought_refused_that_a_person_has_found_is_reserved_again(shop
     assert refunded(shop, order) == 1000
 
 
+@pytest.mark.long
 def test_a_refund_that_was_reported_as_made_and_found_by_a_person_ends(shop: Shop) -> None:
     """Nothing is reserved for it any more, and nothing has to be."""
     order, charge, refund_id, there = silent_refund(shop)
@@ -186,6 +190,7 @@ def test_a_refund_that_was_reported_as_made_and_found_by_a_person_ends(shop: Sho
     assert (status, row_of(shop, refund_id), refunded(shop, order)) == ("completed", ("refunded", None), 400)
 
 
+@pytest.mark.long
 def test_a_report_and_a_person_who_end_a_refund_at_once_count_it_once(shop: Shop) -> None:
     """The report has the payment's lock; the person's end waits for it, and sees what it has noted."""
     from tasks import settlement

@@ -13,6 +13,7 @@ from tests.orders.shop import TENANT, Shop
 pytestmark = pytest.mark.usefixtures("fresh")
 
 
+@pytest.mark.long
 def test_a_payment_is_shown_with_what_was_posted_for_it_and_nothing_of_others(shop: Shop) -> None:
     sku = f"sku-{uuid4().hex[:8]}"
     shop.receive(sku, 5)

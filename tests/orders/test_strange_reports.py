@@ -31,6 +31,7 @@ def events_of(shop: Shop, object_id: str) -> list[Any]:
         return [tuple(row) for row in connection.execute(query, {"id": object_id})]
 
 
+@pytest.mark.long
 def test_zeros_before_its_time_make_no_signature_of_the_far_future_valid(shop: Shop) -> None:
     order = slow_order(shop)
     body = event(shop.provider.decide(order), order)
@@ -42,6 +43,7 @@ def test_zeros_before_its_time_make_no_signature_of_the_far_future_valid(shop: S
     assert shop.status(order)[1] == "pending"
 
 
+@pytest.mark.long
 def test_a_dispute_that_names_the_charge_alone_is_of_its_payment(shop: Shop) -> None:
     order, charge = captured(shop)
     about = {"type": "dispute", "id": "dp" + order, "charge_id": charge, "state": "needs_response"}
@@ -90,6 +92,7 @@ def test_a_failed_charge_without_metadata_does_not_hide_the_failed_intent(shop: 
     assert code == "card_declined"
 
 
+@pytest.mark.long
 def test_a_refund_at_the_site_that_fails_while_it_is_pending_is_refused(shop: Shop) -> None:
     order, charge = captured(shop)
     about = {"object": "refund", "charge_id": charge, "refund_id": None, "amount": 400}
@@ -135,6 +138,7 @@ def test_a_tenant_that_there_cannot_be_is_refused_by_name(shop: Shop) -> None:
     assert "Value error" not in answer.json()["detail"]
 
 
+@pytest.mark.long
 def test_a_report_that_our_books_refuse_is_kept_and_not_sent_for_ever(shop: Shop) -> None:
     order = slow_order(shop)
     with shop.books.begin() as connection:
@@ -149,6 +153,7 @@ def test_a_report_that_our_books_refuse_is_kept_and_not_sent_for_ever(shop: Shop
     assert kept[0] is False
 
 
+@pytest.mark.long
 def test_disputes_of_two_providers_may_have_one_id(shop: Shop) -> None:
     one, its = captured(shop)
     other, others = captured(shop)

@@ -76,6 +76,7 @@ def events(shop: Shop) -> int:
     return int(shop.one("SELECT count(*) FROM payment_events")[0])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("secret", [OLD, NEW])
 def test_what_the_provider_has_signed_is_settled_once(shop: Shop, secret: str) -> None:
     order = slow_order(shop)
@@ -86,6 +87,7 @@ def test_what_the_provider_has_signed_is_settled_once(shop: Shop, secret: str) -
     assert shop.one("SELECT count(*) FROM ledger WHERE payment_id = :id", id=order)[0] == 1
 
 
+@pytest.mark.long
 def test_a_decline_has_the_code_that_the_answer_to_the_call_would_have(shop: Shop) -> None:
     order = slow_order(shop)
     charge = shop.provider.decide(order, is_paid=False)
@@ -158,6 +160,7 @@ def reported(charge_id: str, payment_id: str, **changes: Any) -> bytes:
     ).encode()
 
 
+@pytest.mark.long
 def test_another_provider_reports_under_its_own_address(shop: Shop) -> None:
     order = slow_order(shop)
     body = reported(shop.provider.decide(order), order)
@@ -254,6 +257,7 @@ def test_the_seed_of_a_charges_lock_is_its_name() -> None:
     assert f", {int.from_bytes(b'webh', 'big')})" in str(settlement._OF_CHARGE)
 
 
+@pytest.mark.long
 def test_while_the_charge_is_locked_the_provider_is_told_to_try_again(
     shop: Shop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -273,6 +277,7 @@ def test_while_the_charge_is_locked_the_provider_is_told_to_try_again(
     shop.run()
 
 
+@pytest.mark.long
 def test_a_dispute_names_no_payment_and_the_provider_is_asked(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
     from tasks import outside
     from tasks.gateway import Moved
@@ -353,6 +358,7 @@ OF_ANOTHER = anywhere_wrong(
 )
 
 
+@pytest.mark.long
 @settings(max_examples=EXAMPLES, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 @given(document=JSON | OF_STRIPE | OF_ANOTHER)
 def test_whatever_a_signed_body_says_is_read_or_refused_by_its_field(document: Any) -> None:

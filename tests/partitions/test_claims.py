@@ -109,6 +109,7 @@ def test_batches_with_the_same_keys_share_them_out_without_a_deadlock(bank: Cele
     assert set().union(*claimed) == {id.key for id in ids}
 
 
+@pytest.mark.long
 def test_what_comes_while_no_partition_is_there_is_claimed_and_moves_later(
     connection: Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:

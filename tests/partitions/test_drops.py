@@ -126,6 +126,7 @@ def test_another_application_s_operations_are_not_judged_here(bank: Celery, conn
     assert status(connection, other) == "completed"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("moment", ["partition.cleared", "batch", "lock"])
 def test_a_process_cut_off_before_the_drop_loses_and_doubles_nothing(
     engine: Engine, connection: Connection, monkeypatch: pytest.MonkeyPatch, moment: str
@@ -260,6 +261,7 @@ def test_what_goes_one_by_one_goes_in_passes(connection: Connection, monkeypatch
     assert passes == [(2, True), (2, False)]
 
 
+@pytest.mark.long
 def test_processes_at_once_drop_it_once(bank: Celery, connection: Connection) -> None:
     gone = [past_its_time(connection) for _ in range(30)]
     kept = [completed(connection).id for _ in range(5)]
@@ -281,6 +283,7 @@ def test_processes_at_once_drop_it_once(bank: Celery, connection: Connection) ->
     assert all(status(connection, id) == "completed" for id in kept)
 
 
+@pytest.mark.long
 def test_claims_go_on_while_partitions_are_dropped(bank: Celery, connection: Connection) -> None:
     """Each key is claimed once, also when it moves meanwhile."""
     ids = [due(connection).id for _ in range(40)]

@@ -59,6 +59,7 @@ def claim(engine: Engine, id: OperationId) -> Any:
         return op.claim(own, id)
 
 
+@pytest.mark.long
 def test_an_on_failed_that_takes_its_time_stops_no_stranger(bank: Celery, engine: Engine) -> None:
     inside, go_on = threading.Event(), threading.Event()
 
@@ -112,6 +113,7 @@ def test_what_is_completed_at_once_has_begun_before_its_end(engine: Engine) -> N
     assert found.created_at == found.opened_at < found.completed_at
 
 
+@pytest.mark.long
 def test_batches_without_a_key_in_common_are_all_committed(engine: Engine) -> None:
     with engine.connect() as one, engine.connect() as other:
         one.exec_driver_sql("BEGIN")
@@ -131,6 +133,7 @@ def test_of_batches_with_a_key_in_common_the_second_is_without_it(engine: Engine
         assert complete_new(other, deliveries) == {each.id.key for each in deliveries[1:]}
 
 
+@pytest.mark.long
 def test_a_consumer_that_is_frozen_before_its_commit_stops_no_stranger(engine: Engine) -> None:
     frozen = create_engine(engine.url, poolclass=NullPool).connect()  # SIGSTOP: its transaction is open, and idle
     complete_new(frozen, new(KEYS_AT_ONCE))

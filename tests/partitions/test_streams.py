@@ -84,6 +84,7 @@ def committed(streaming: Streaming) -> list[int]:
     return [row.many for row in streaming.query("SELECT count(*) AS many FROM idempotency.records GROUP BY xmin::text")]
 
 
+@pytest.mark.long
 def test_bodies_run_once_beside_strangers_batches_and_keep_no_partition(
     make_streaming: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:

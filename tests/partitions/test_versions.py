@@ -35,6 +35,7 @@ def refused(bank: Celery) -> list[str]:
     return [str(each) for each in check_database(settings_of(bank)) if each.subject.startswith("database partitions: ")]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("command", [(), ("--partitioned", "day")])
 def test_migrating_brings_them_up_to_date_and_until_then_the_doctor_refuses_them(
     bank: Celery,

@@ -199,6 +199,7 @@ def test_a_dead_letter_is_listed_shown_without_its_payload_and_replayed_once(adm
         assert [row.origin for row in op.outbox(connection, id)] == ["replay"]
 
 
+@pytest.mark.long
 def test_a_replay_that_cannot_be_is_refused_with_its_reason_one_by_one(admin: Admin) -> None:
     """Row 31: unknown, already replayed, running, completed; and a million."""
     cases: dict[str, int] = {"not found": 10**15}
@@ -443,6 +444,7 @@ def unreachable(admin: Admin) -> Iterator[Callable[[str], None]]:
     close_runtime(tasks.app)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("why", ["takes no writes", "payments"])
 def test_a_server_whose_database_takes_no_payments_is_not_ready(admin: Admin, why: str) -> None:
     """A standby after a failover, and a deploy half way: `python -m tasks.migrate` has not run."""

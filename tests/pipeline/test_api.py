@@ -181,6 +181,7 @@ def test_an_operation_of_another_tenant_and_an_unknown_one_are_the_same_404(api:
 # ---------------------------------------------------------------- who may
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "given", [None, "Bearer", "Basic abc", "Bearer nothing", "Bearer ik_a_" + "x" * 43, "revoked", "expired"]
 )
@@ -234,6 +235,7 @@ def test_prefer_wait_answers_with_the_end_and_replays_stay_the_202(api: Api) -> 
     assert api.pay(key, headers=WAIT).json() == waited.json()
 
 
+@pytest.mark.long
 def test_what_does_not_end_in_time_is_answered_202_and_a_wish_for_nothing_is_ignored(api: Api) -> None:
     pending = new_key()  # a refund of a payment that is still pending is deferred
     with api.shop.engine.begin() as connection:
@@ -251,6 +253,7 @@ def test_what_does_not_end_in_time_is_answered_202_and_a_wish_for_nothing_is_ign
 # ---------------------------------------------------------------- refunds and currencies
 
 
+@pytest.mark.long
 def test_refunds_that_may_not_be_are_refused_with_their_reason(api: Api) -> None:
     """Row 14."""
     paid, free = api.captured(300), new_key()
@@ -264,6 +267,7 @@ def test_refunds_that_may_not_be_are_refused_with_their_reason(api: Api) -> None
     assert api.shop.refunds_of(paid) == [200]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("currency", "amount"), [("JPY", 500), ("KWD", 12_340)])
 def test_a_currency_has_as_many_decimals_as_it_has(api: Api, currency: str, amount: int) -> None:
     key = new_key()
@@ -318,6 +322,7 @@ def test_fifty_clicks_make_one_order_and_one_payment(api: Api) -> None:
     assert (other.status_code, problem(other)) == (409, "already_used")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("quantity", "status", "charged"), [(2, "captured", [1000]), (3, "cancelled", [])])
 def test_an_order_is_charged_if_there_are_enough_pieces(
     api: Api, quantity: int, status: str, charged: list[int]
@@ -489,6 +494,7 @@ def _without_dots(answer: Any, told: Any) -> Any:
 # ---------------------------------------------------------------- health
 
 
+@pytest.mark.long
 def test_health_and_counters_are_served_without_a_key(api: Api) -> None:
     assert httpx.get(f"{api.server.url}/livez").json() == {"status": "ok"}
     ready = httpx.get(f"{api.server.url}/readyz")

@@ -78,7 +78,7 @@ def described(servers: services.Services) -> Iterator[Described]:
     servers.drop_database(name)
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE])
 @pytest.mark.parametrize(("method", "path"), ROUTES)
 def test_whatever_is_sent_is_answered_as_documented(

@@ -223,6 +223,7 @@ def test_a_payment_captured_after_a_failure_closes_its_support_case(shop: Shop) 
 # ---------------------------------------------------------------- refunds
 
 
+@pytest.mark.long
 def test_a_refund_that_becomes_unknown_a_second_time_is_called_unknown(shop: Shop) -> None:
     shop.deliver(shop.buy("p-refund"))
     refund = shop.give_back("r-1", "p-refund", 400)
@@ -239,6 +240,7 @@ def test_a_refund_that_becomes_unknown_a_second_time_is_called_unknown(shop: Sho
     assert shop.row("payments", "p-refund").refunded == 400  # and still reserved
 
 
+@pytest.mark.long
 def test_a_refund_that_a_person_says_has_happened_is_not_refused(shop: Shop) -> None:
     shop.deliver(shop.buy("p-word"))
     refund = shop.give_back("r-2", "p-word", 400)
@@ -292,6 +294,7 @@ def test_a_support_case_says_what_became_of_its_payment_in_either_order(shop: Sh
     assert shop.row("support_cases", "p-case", "payment_id").code == "cancelled"
 
 
+@pytest.mark.long
 def test_a_refund_of_a_payment_in_doubt_waits_for_the_fact(shop: Shop) -> None:
     payment = shop.buy("p-doubt")
     shop.faults("p-doubt", "timeout_after")
@@ -312,6 +315,7 @@ def test_a_refund_of_a_payment_in_doubt_waits_for_the_fact(shop: Shop) -> None:
     assert [given.amount for given in shop.refunds_of("p-doubt")] == [400]
 
 
+@pytest.mark.long
 def test_the_undo_that_records_name_is_still_there(shop: Shop) -> None:
     """A record names its undo by module and function; what was reserved before a deploy says this one."""
     undo = shop.refunds.free

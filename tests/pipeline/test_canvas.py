@@ -138,6 +138,7 @@ def test_what_existing_code_calls_keeps_working(
             check(bank, entries, record, Path(environment["CRASH_DIRECTORY"]))
 
 
+@pytest.mark.long
 def test_a_replaced_task_gives_the_result_of_its_replacement_to_its_chain(
     bank: Celery, storing: Any, entries: Entries, record: Record
 ) -> None:

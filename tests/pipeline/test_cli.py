@@ -126,6 +126,7 @@ def test_counts_stop_and_say_so(run: Run, bank: Celery, engine: Engine, monkeypa
     assert "5+" in run("status").out
 
 
+@pytest.mark.long
 def test_many_ended_operations_are_estimated(
     run: Run, bank: Celery, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -211,6 +212,7 @@ def test_a_limited_list_shows_the_newest_of_all(run: Run, bank: Celery, engine: 
     assert row["key"] == "newer"
 
 
+@pytest.mark.long
 def test_list_and_show_tell_what_no_worker_took(run: Run, bank: Celery, engine: Engine) -> None:
     with runtime_of(bank).engine.begin() as connection:
         enqueued(connection, b.deposit, "a")
@@ -235,6 +237,7 @@ def test_list_and_show_tell_what_no_worker_took(run: Run, bank: Celery, engine: 
     assert "no record" in run("show", "a").out
 
 
+@pytest.mark.long
 def test_status_warns_of_due_rows_without_a_relay(run: Run, bank: Celery) -> None:
     with runtime_of(bank).engine.begin() as connection:
         enqueued(connection, b.deposit, "a")
@@ -500,6 +503,7 @@ def test_a_wrong_command_line_is_status_2_and_prints_nothing_on_stdout(run: Run,
     assert answer.error
 
 
+@pytest.mark.long
 def test_a_database_without_the_tables_is_one_line(run: Run, engine: Engine) -> None:
     with engine.connect() as connection:
         connection.execute(text("DROP SCHEMA idempotency CASCADE"))
@@ -548,6 +552,7 @@ def test_recover_and_purge_answer_programs(run: Run, command: str, field: str) -
     assert run(command, "--json").document == {field: 0}
 
 
+@pytest.mark.long
 def test_the_console_script_keeps_stdout_for_the_document(environment: dict[str, str], bank: Celery) -> None:
     def start(*arguments: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "idempotency.cli", *arguments, "-A", "tests.support.bank"]

@@ -132,6 +132,7 @@ def test_flushing_redis_during_load_doubles_nothing(
     assert [entries(account) for account in accounts] == [1] * len(accounts)
 
 
+@pytest.mark.long
 def test_with_redis_down_throughout_everything_is_done_once(
     bank: Celery, processes: Processes, relay: Relay, entries: Entries, record: Record
 ) -> None:

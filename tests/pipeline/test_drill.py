@@ -23,6 +23,7 @@ def test_two_incidents_are_ended_by_their_runbooks() -> None:
     assert float(figures[1]) <= 60
 
 
+@pytest.mark.long
 def test_an_incident_that_is_none_is_refused() -> None:
     command = [sys.executable, "-m", "drill", "--only", "flood"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)

@@ -149,6 +149,7 @@ def metadata(wheel: Path) -> str:
         return archive.read(name).decode()
 
 
+@pytest.mark.long
 def test_the_wheel_has_the_types_the_migrations_and_nothing_else(wheel: Path) -> None:
     found = names(wheel)
     assert "idempotency/py.typed" in found

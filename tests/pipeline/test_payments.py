@@ -47,6 +47,7 @@ def test_a_free_purchase_is_completed_without_a_charge(shop: Shop) -> None:
     assert shop.charges(payment_id) == []
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("fault", ["error_500_after", "timeout_after", "error_500_before", "rate_limited"])
 def test_whatever_the_provider_does_a_purchase_is_charged_once(shop: Shop, fault: str) -> None:
     payment_id = shop.buy(500, faults=[fault])

@@ -43,6 +43,7 @@ def test_parallel_attempts_stay_apart_and_a_killed_worker_doubles_nothing(
     assert [entries(account) for account in accounts] == [1] * len(accounts)
 
 
+@pytest.mark.long
 def test_a_lease_is_renewed_while_bodies_sleep_or_compute_for_longer(
     pool: tuple[str, ...], bank: Celery, processes: Processes, relay: Relay, entries: Entries, record: Record
 ) -> None:

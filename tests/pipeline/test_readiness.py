@@ -49,6 +49,7 @@ def test_hints_behind_sentinels_are_forgotten(trio: SentinelSet) -> None:
     forget_hints(settings, [OperationId("default", "a", "b")])
 
 
+@pytest.mark.long
 def test_what_is_not_needed_holds_up_no_probe(
     admin: Admin,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,

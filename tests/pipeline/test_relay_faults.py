@@ -153,6 +153,7 @@ def test_an_unpublishable_row_becomes_failed_with_its_dead_letter(
     assert [tuple(letter) for letter in letters] == [("relay", "broken", "unpublishable", "{")]
 
 
+@pytest.mark.long
 @pytest.mark.direct  # behind a pooler it polls and never sleeps
 def test_a_relay_says_that_it_sleeps_and_publishes_what_is_then_committed(
     bank: Celery, engine: Engine, enqueue: Callable[..., Any], relay: Relay, worker: Worker, entries: Entries

@@ -38,6 +38,7 @@ def status(record: Any, key: str) -> str | None:
     return None if row is None else str(row.status)
 
 
+@pytest.mark.long
 def test_a_task_revoked_before_it_starts_ends_as_a_letter_to_replay(
     bank: Celery, worker: Worker, relay: Any, entries: Any, record: Any, letters: Any, engine: Engine
 ) -> None:
@@ -56,6 +57,7 @@ def test_a_task_revoked_before_it_starts_ends_as_a_letter_to_replay(
     assert entries("a") == 1
 
 
+@pytest.mark.long
 def test_an_operation_between_two_attempts_is_revoked_at_the_next_one(
     bank: Celery, worker: Worker, relay: Any, engine: Engine, record: Any, letters: Any
 ) -> None:
@@ -122,7 +124,7 @@ def test_a_terminated_task_that_could_not_be_marked_is_not_acknowledged(
     assert entries("a") == 0
 
 
-@pytest.mark.few(1)
+@pytest.mark.long
 @pytest.mark.parametrize("pool", ["threads", "solo"])
 def test_a_task_is_revoked_in_pools_without_processes_too(
     bank: Celery, processes: Processes, pool: str, entries: Any, record: Any, letters: Any

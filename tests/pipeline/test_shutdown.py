@@ -66,6 +66,7 @@ def test_a_soft_limit_in_an_attempt_is_another_attempt(
     assert "SoftTimeLimitExceeded" in row.first_error
 
 
+@pytest.mark.long
 def test_a_soft_limit_during_the_commit_is_a_doubt_the_record_resolves(
     bank: Celery, worker: Worker, relay: Relay, completed: Callable[..., Any], entries: Entries, engine: Engine
 ) -> None:
@@ -79,6 +80,7 @@ def test_a_soft_limit_during_the_commit_is_a_doubt_the_record_resolves(
     assert "commit_in_doubt" in worker.log
 
 
+@pytest.mark.long
 def test_after_a_hard_limit_another_child_finishes_the_operation(
     bank: Celery, worker: Worker, relay: Relay, directory: Path, completed: Callable[..., Any], entries: Entries
 ) -> None:

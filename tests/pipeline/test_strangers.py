@@ -22,6 +22,7 @@ from tests.support.tasks import transactional
 GUESSES = 60
 
 
+@pytest.mark.long
 def test_guesses_at_an_operators_token_stop_no_payments_while_the_issuer_is_silent(
     admin: Admin,  # noqa: F811
     configure: Callable[..., None],  # noqa: F811

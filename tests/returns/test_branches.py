@@ -170,7 +170,7 @@ def test_every_branch_is_taken() -> None:
     assert list(TAKEN) == list(BRANCHES)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("branch", TAKEN)
 def test_a_return_ends_as_the_table_of_branches_says(shop: Returns, branch: str) -> None:
     return_id = TAKEN[branch](shop)
@@ -180,6 +180,7 @@ def test_a_return_ends_as_the_table_of_branches_says(shop: Returns, branch: str)
     assert kinds == {"label refused": [], "reshipped": ["return", "reship"]}.get(branch, ["return"])
 
 
+@pytest.mark.long
 def test_a_label_that_a_person_has_found_is_void_at_the_carrier_if_it_is_void_here(shop: Returns) -> None:
     made = type(shop.shipping.carrier).create_label
     carrier = shop.shipping.carrier
@@ -212,6 +213,7 @@ def test_a_label_that_a_person_has_found_is_void_at_the_carrier_if_it_is_void_he
     assert (here.lower(), label.status) == ("voided", "voided")
 
 
+@pytest.mark.long
 def test_a_return_that_a_defect_has_ended_is_not_told_as_cancelled(shop: Returns) -> None:
     """docs/returns.md: CANCELLED if a person has cancelled it; or ESCALATED: a failure of ours is left to a person."""
 
@@ -238,6 +240,7 @@ def test_a_return_that_a_defect_has_ended_is_not_told_as_cancelled(shop: Returns
     assert (shop.row(return_id).status, "return.cancelled" in shop.told_of(return_id)) == ("ESCALATED", False)
 
 
+@pytest.mark.long
 def test_a_rejected_return_whose_second_label_was_voided_is_seen_by_somebody(shop: Returns) -> None:
     """Cancelled after its last step and before its end: the goods were to go back, and nobody is told that they do not."""
     return_id = shop.in_transit(reship=True)

@@ -38,6 +38,7 @@ def test_events_that_come_before_their_waits_count(shop: Returns) -> None:
     check_return(shop, return_id, "approved")
 
 
+@pytest.mark.long
 def test_events_that_come_twice_count_once(shop: Returns) -> None:
     return_id = shop.labelled()
     for _ in range(2):
@@ -53,6 +54,7 @@ def test_events_that_come_twice_count_once(shop: Returns) -> None:
     check_return(shop, return_id, "damaged")
 
 
+@pytest.mark.long
 def test_a_verdict_without_a_pick_up_is_late_once_the_time_is_over(shop: Returns) -> None:
     """The goods are here, and the carrier has never said so: nothing is lost, a person is told of both."""
     return_id = shop.labelled()
@@ -70,6 +72,7 @@ def test_a_verdict_without_a_pick_up_is_late_once_the_time_is_over(shop: Returns
     check_money(shop, shop.row(return_id).order_id, refunded=False)
 
 
+@pytest.mark.long
 def test_a_parcel_between_the_time_out_and_its_escalation_is_not_lost(shop: Returns) -> None:
     """The wait is decided, its label not void yet: whoever notes the pick-up first, support hears of it once."""
     for held_back in ("returns.note", "returns.process_return"):
@@ -86,6 +89,7 @@ def test_a_parcel_between_the_time_out_and_its_escalation_is_not_lost(shop: Retu
         check_labels(shop, return_id)
 
 
+@pytest.mark.long
 def test_the_last_moment_of_a_wait_belongs_to_its_event(shop: Returns) -> None:
     """Both are there when the saga goes on: the event ends the wait, and nobody is told that something is late."""
     return_id = shop.labelled()
@@ -127,7 +131,7 @@ def test_an_event_about_nothing_that_is_known_changes_nothing(shop: Returns) -> 
     assert shop.all("SELECT * FROM return_cases WHERE return_id = 'no such return'") == []
 
 
-@pytest.mark.few(1)
+@pytest.mark.long
 @pytest.mark.parametrize("held_back", ["nothing", "returns.note"])
 def test_a_parcel_that_is_collected_while_it_is_cancelled_is_left_to_a_person(shop: Returns, held_back: str) -> None:
     """Its saga is cancelled before it has seen the pick-up, which returns has noted already, or has not."""
@@ -143,6 +147,7 @@ def test_a_parcel_that_is_collected_while_it_is_cancelled_is_left_to_a_person(sh
     check_labels(shop, return_id)
 
 
+@pytest.mark.long
 def test_a_label_that_the_driver_has_taken_is_not_voided_and_says_so(shop: Returns) -> None:
     """The carrier's own message never comes: its answer to the undo tells of the pick-up."""
     return_id = shop.labelled()
@@ -157,6 +162,7 @@ def test_a_label_that_the_driver_has_taken_is_not_voided_and_says_so(shop: Retur
     check_labels(shop, return_id)
 
 
+@pytest.mark.long
 def test_a_verdict_that_nobody_knows_is_left_to_a_person(shop: Returns) -> None:
     """It did not pass the warehouse's function: a person has signalled it."""
     return_id = shop.labelled()
@@ -169,7 +175,7 @@ def test_a_verdict_that_nobody_knows_is_left_to_a_person(shop: Returns) -> None:
     check_labels(shop, return_id)
 
 
-@pytest.mark.few(1)
+@pytest.mark.long
 @pytest.mark.parametrize("held_back", ["returns.note", "returns.process_return"])
 def test_a_verdict_other_than_what_a_person_said_is_left_to_a_person(shop: Returns, held_back: str) -> None:
     """The return goes on with what it was told first; the warehouse's word comes later, or is there and not used."""
@@ -185,6 +191,7 @@ def test_a_verdict_other_than_what_a_person_said_is_left_to_a_person(shop: Retur
     check_told(shop, return_id)
 
 
+@pytest.mark.long
 def test_a_label_that_a_person_has_voided_is_void(shop: Returns) -> None:
     return_id = shop.labelled()
     with pytest.MonkeyPatch.context() as patch:
@@ -249,6 +256,7 @@ def test_a_return_ends_right_in_any_order_of_its_events(shop: Returns, verdict: 
         shop.forget()
 
 
+@pytest.mark.long
 def test_goods_that_came_before_their_label_was_refused_open_a_case(shop: Returns) -> None:
     shop.refuses_label("ret-brought")
     return_id = shop.send_back(shop.bought(), "ret-brought")

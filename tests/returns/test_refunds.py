@@ -79,6 +79,7 @@ def silent(**_: Any) -> None:
     raise EffectUnknown("the provider cannot say")
 
 
+@pytest.mark.long
 def test_a_return_whose_refund_was_refused_beside_one_by_hand_is_left_to_a_person(shop: Returns) -> None:
     """That one may come to nothing, too, and nobody would look then."""
     order = shop.bought()
@@ -98,6 +99,7 @@ def test_a_return_whose_refund_was_refused_beside_one_by_hand_is_left_to_a_perso
     assert (shop.provider.net(order), shop.cases(return_id)) == (1000, {"refund_failed"})
 
 
+@pytest.mark.long
 def test_a_return_whose_refund_was_refused_beside_those_at_the_site_is_left_to_a_person(shop: Returns) -> None:
     order = shop.bought()
     charge = shop.one("SELECT charge_id FROM payments WHERE id = :id", id=order)[0]
@@ -116,7 +118,7 @@ def test_a_return_whose_refund_was_refused_beside_those_at_the_site_is_left_to_a
     assert (row.status, row.problem, shop.cases(return_id)) == ("ESCALATED", "refund_failed", {"refund_failed"})
 
 
-@pytest.mark.few(1)
+@pytest.mark.long
 @pytest.mark.parametrize("keeps", [True, False])
 def test_a_refund_by_hand_that_is_under_way_is_waited_for(shop: Returns, keeps: bool) -> None:
     """It may come to nothing, and then the return gives all of it back; or tries to."""
@@ -139,6 +141,7 @@ def test_a_refund_by_hand_that_is_under_way_is_waited_for(shop: Returns, keeps: 
         check_return(shop, return_id, "approved")
 
 
+@pytest.mark.long
 def test_a_refund_by_hand_in_doubt_leaves_the_return_to_a_person(shop: Returns) -> None:
     order = shop.bought()
     return_id = shop.in_transit(order)
@@ -150,6 +153,7 @@ def test_a_refund_by_hand_in_doubt_leaves_the_return_to_a_person(shop: Returns) 
     assert (shop.row(return_id).problem, shop.provider.net(order)) == ("refund_failed", 400)
 
 
+@pytest.mark.long
 def test_a_refund_in_doubt_of_a_return_that_a_person_has_found_is_posted_by_a_replay(shop: Returns) -> None:
     order = shop.bought()
     return_id = shop.in_transit(order)
@@ -182,6 +186,7 @@ def test_a_refund_in_doubt_of_a_return_that_a_person_has_found_is_posted_by_a_re
     check_money(shop, order, refunded=True)
 
 
+@pytest.mark.long
 def test_a_return_gives_all_of_it_back_though_a_refund_by_hand_was_requested_before(shop: Returns) -> None:
     order = shop.bought()
     return_id = shop.in_transit(order)
@@ -194,6 +199,7 @@ def test_a_return_gives_all_of_it_back_though_a_refund_by_hand_was_requested_bef
     assert shop.one("SELECT failure FROM refunds WHERE id = :id", id=f"r-{order}")[0] == "exceeds_captured"
 
 
+@pytest.mark.long
 def test_a_cancel_between_the_row_of_a_refund_and_its_call_frees_the_amount(shop: Returns) -> None:
     return_id = shop.in_transit()
     owner_of = shop.returns.owned
@@ -238,6 +244,7 @@ def test_a_refund_whose_answer_was_lost_is_found_and_made_once(shop: Returns) ->
     check_return(shop, return_id, "approved")
 
 
+@pytest.mark.long
 def test_a_refund_that_has_failed_for_good_can_be_made_by_a_person(shop: Returns) -> None:
     """Its amount is free again, and what was booked stays booked."""
     order = shop.bought()
@@ -254,6 +261,7 @@ def test_a_refund_that_has_failed_for_good_can_be_made_by_a_person(shop: Returns
     assert shop.row(return_id).status == "ESCALATED"
 
 
+@pytest.mark.long
 def test_a_cancelled_return_is_not_replayed_but_asked_for_again(shop: Returns) -> None:
     order = shop.bought()
     for is_begun in (True, False):
@@ -274,6 +282,7 @@ def test_a_cancelled_return_is_not_replayed_but_asked_for_again(shop: Returns) -
     check_return(shop, given_back(shop, order), "approved")
 
 
+@pytest.mark.long
 def test_a_label_of_unknown_outcome_is_looked_up_by_its_key(shop: Returns) -> None:
     """The carrier has made it and stores an error: it is found, and made once."""
     order, return_id = shop.bought(), "ret-lost-answer"
@@ -285,6 +294,7 @@ def test_a_label_of_unknown_outcome_is_looked_up_by_its_key(shop: Returns) -> No
     assert shop.one("SELECT id FROM labels WHERE return_id = :id", id=return_id)[0] == label.id
 
 
+@pytest.mark.long
 def test_a_return_that_is_cancelled_before_its_saga_begins_is_cancelled(shop: Returns) -> None:
     return_id = shop.send_back(shop.bought())
     shop.cancel_return(return_id)
@@ -316,6 +326,7 @@ CORRUPTIONS = (
 )
 
 
+@pytest.mark.long
 def test_the_check_of_the_demo_reads_every_book_of_a_return(
     servers: services.Services, shop: Returns, tmp_path: Path
 ) -> None:

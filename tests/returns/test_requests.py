@@ -41,6 +41,7 @@ def test_the_same_request_at_once_and_again_is_one_return(shop: Returns) -> None
             shop.send_back(other, return_id)
 
 
+@pytest.mark.long
 def test_an_order_has_one_return_at_a_time_whoever_is_first(shop: Returns) -> None:
     order = shop.bought()
 
@@ -76,6 +77,7 @@ def test_the_table_itself_has_one_return_of_an_order_at_a_time(shop: Returns) ->
             connection.execute(text(row), {"id": f"b-{order}", "order": order})
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("status", ["unknown", "PAID", "CANCELLED"])
 def test_only_an_order_that_is_processing_can_be_returned(shop: Returns, status: str) -> None:
     order = "no such order"
@@ -90,6 +92,7 @@ def test_only_an_order_that_is_processing_can_be_returned(shop: Returns, status:
         shop.send_back(order)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("field", "value", "says"),
     [
@@ -147,6 +150,7 @@ def test_a_return_begun_by_its_saga_alone_is_refused(shop: Returns, order: str) 
     assert shop.one("SELECT count(*) FROM returns WHERE id = :id", id=return_id)[0] == 0
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("return_id", ["../b%{x}{return_id}%s%(a)s", "x" * 255])
 def test_a_return_has_any_id(shop: Returns, return_id: str) -> None:
     shop.send_back(shop.bought(), return_id)
@@ -157,6 +161,7 @@ def test_a_return_has_any_id(shop: Returns, return_id: str) -> None:
     check_return(shop, return_id, "approved")
 
 
+@pytest.mark.long
 def test_tenants_do_not_see_each_other(shop: Returns) -> None:
     """The same ids for two tenants are two orders and two returns, by rows and by the database's own walls."""
     theirs = shop.bought(tenant="globex", checkout_session_id="cs-walls")

@@ -69,6 +69,7 @@ OTHERS: dict[str, list[Any]] = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", USES)
 def test_the_same_arguments_in_another_spelling_fit_after_a_deploy(stage: Stage, make: Any, kind: str) -> None:
     code = [USES[kind][0]]
@@ -92,6 +93,7 @@ def test_the_same_arguments_in_another_spelling_fit_after_a_deploy(stage: Stage,
     assert {reason for _, reason, _ in stage.letters()} == {"saga_mismatch"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("steps", [0, 1])
 def test_on_failed_of_a_saga_runs_once_with_its_end(stage: Stage, make: Any, steps: int) -> None:
     def on_failed(session: Any, operation: Any, error: PermanentError) -> None:
@@ -123,6 +125,7 @@ WITHIN: dict[str, Any] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("is_swallowed", [True, False])
 @pytest.mark.parametrize("where", WITHIN)
 def test_a_saga_that_is_used_inside_of_what_it_does_stops(
@@ -163,6 +166,7 @@ def cancel(stage: Stage, task: str, key: str) -> None:
         sagas.cancel(connection, OperationId("default", task, key), error_text("cancelled", "by a person"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("where", ["in the code", "in a step"])
 def test_a_cancel_while_the_worker_shuts_down_is_done_by_the_next(stage: Stage, make: Any, where: str) -> None:
     def shut_down(session: Any) -> None:

@@ -120,6 +120,7 @@ def test_a_swallowed_error_is_not_followed_by_a_failure_for_good(stage: Stage) -
     assert (handle.status(), stage.steps("r1")) == ("failed", [("step", "try", "done")])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["step", "effect"])
 def test_an_error_that_is_not_recorded_cannot_be_swallowed(stage: Stage, kind: str) -> None:
     void, tried = entering(stage, "void"), list[str]()
@@ -213,6 +214,7 @@ def test_an_attempt_that_was_overtaken_does_not_forget_what_the_saga_waits_for(s
     assert handle.result() == "make:r1"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("point", ["saga.compensating", "saga.waits", "saga.waiting"])
 def test_a_saga_without_attempts_left_that_dies_as_it_is_undone_goes_on(stage: Stage, once: Arm, point: str) -> None:
     void = entering(stage, "void")

@@ -67,6 +67,7 @@ def test_the_letter_of_a_call_in_doubt_stays_open_though_its_on_failed_is_broken
     assert [status for task, _, status in stage.letters() if task == "charging"] == ["open"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", ["end", "replay"])
 def test_a_failure_that_the_code_has_caught_stays_what_it_was_for_the_code(stage: Stage, how: str) -> None:
     """A person sees to the call in doubt while its saga, which has gone on from it, waits for something else."""
@@ -127,6 +128,7 @@ def test_a_call_in_doubt_is_not_finished_behind_a_saga_that_is_being_undone(stag
     assert (handle.status(), stage.accounts()) == ("failed", ["posted", "uncharged"])
 
 
+@pytest.mark.long
 def test_what_was_undone_by_hand_is_not_finished_by_a_replay(stage: Stage) -> None:
     charging = charging_of(stage)
 
@@ -177,6 +179,7 @@ def test_a_replay_of_a_call_that_happened_calls_nothing_new(stage: Stage) -> Non
     assert shipped == []
 
 
+@pytest.mark.long
 def test_a_called_saga_whose_unfinished_call_was_undone_by_hand_is_undone(stage: Stage) -> None:
     """All that is left of it is undone, so its caller is not stopped for it again."""
     charged = []
@@ -314,6 +317,7 @@ def test_a_saga_that_has_not_begun_is_cancelled_though_it_was_observed(stage: St
     assert (handle.status(), stage.accounts()) == ("failed", [])
 
 
+@pytest.mark.long
 def test_a_saga_is_undone_though_a_deploy_has_changed_its_arguments(stage: Stage) -> None:
     """docs/operating.md: or cancel it; undoing needs no code of the saga."""
     void = entering(stage, "void")
@@ -361,6 +365,7 @@ def test_a_task_that_was_cancelled_unpublished_leaves_one_letter(stage: Stage) -
     assert [reason for _, reason, status in stage.letters() if status == "open"] == ["cancelled"]
 
 
+@pytest.mark.long
 def test_what_one_saga_cannot_be_woken_for_keeps_no_other_asleep(stage: Stage) -> None:
     """Many events of one saga that Postgres refuses to wake, and then one of another saga."""
 
@@ -390,6 +395,7 @@ def test_what_one_saga_cannot_be_woken_for_keeps_no_other_asleep(stage: Stage) -
             connection.execute(text("ALTER TABLE idempotency.sagas DROP CONSTRAINT bad"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("caught", [True, False])
 def test_a_person_resolves_a_failed_call_while_the_others_of_a_gather_run(stage: Stage, caught: bool) -> None:
     @stage.app.task(base=IdempotentTask, bind=True, name="charging", key=None, shared=False)

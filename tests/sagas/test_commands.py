@@ -91,7 +91,7 @@ def test_the_list_says_what_each_saga_waits_for_and_why_it_has_stopped(
         assert said in people.out
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("options", "keys"),
     [
@@ -134,6 +134,7 @@ def test_what_an_observer_has_noted_is_listed_and_shown(stage: Stage, run: Run) 
 # ---------------------------------------------------------------- show
 
 
+@pytest.mark.long
 def test_the_timeline_has_everything_in_order(stage: Stage, run: Run, returning: Any, begun: Any) -> None:
     returning.void.refuses.add("bad")
     begun("r1", "bad")
@@ -169,6 +170,7 @@ def test_the_timeline_has_everything_in_order(stage: Stage, run: Run, returning:
     assert re.search(r"shop.void \S+/r1/undo charge: completed, 1 attempt", answer.out)
 
 
+@pytest.mark.long
 def test_results_and_data_are_shown_only_on_request(stage: Stage, run: Run, begun: Any) -> None:
     begun("r1")
     stage.publish("picked", {"id": "r1", "door": "the back door"})
@@ -182,6 +184,7 @@ def test_results_and_data_are_shown_only_on_request(stage: Stage, run: Run, begu
     assert "secret of good" in run("saga", "show", "r1", "--with-payload").out
 
 
+@pytest.mark.long
 def test_the_timeline_is_drawn_as_a_sequence_diagram(stage: Stage, run: Run, begun: Any) -> None:
     begun('r"1; end', "bad")
     stage.publish("picked", {"id": 'r"1; end'})
@@ -224,6 +227,7 @@ def test_a_saga_that_has_not_begun_is_shown_as_accepted(stage: Stage, run: Run, 
     assert run("saga", "show", "r1", "--json").document["saga"] is None
 
 
+@pytest.mark.long
 def test_the_page_of_an_operation_names_its_timeline(stage: Stage, run: Run, begun: Any) -> None:
     begun("r1")
     assert "a saga; its timeline: idempotency saga show r1" in run("show", "r1").out
@@ -231,6 +235,7 @@ def test_the_page_of_an_operation_names_its_timeline(stage: Stage, run: Run, beg
     assert "entity r1, RUNNING, waits for picked id=r1 until" in run("saga", "show", "r1").out
 
 
+@pytest.mark.long
 def test_a_key_of_several_sagas_or_of_none_is_refused(stage: Stage, run: Run, returning: Any, begun: Any) -> None:
     begun("r1")
 
@@ -253,6 +258,7 @@ def test_a_key_of_several_sagas_or_of_none_is_refused(stage: Stage, run: Run, re
 # ---------------------------------------------------------------- changes
 
 
+@pytest.mark.long
 def test_each_change_says_what_it_did(
     stage: Stage, run: Run, returning: Any, begun: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -291,6 +297,7 @@ def test_a_stopped_saga_is_retried_or_undone_by_hand(stage: Stage, run: Run, ret
     assert (refused.status, "is FAILED and has not stopped" in refused.error) == (1, True)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("word", "undone"), [("--happened", 1), ("--not-happened", 0)])
 def test_the_command_for_effects_resolves_those_of_a_saga(
     stage: Stage, run: Run, begun: Any, word: str, undone: int

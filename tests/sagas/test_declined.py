@@ -37,6 +37,7 @@ def declined_call(stage: Stage, code: str) -> Any:
     return buys
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("code", ["no_address", "invalid_result"])
 def test_a_saga_that_fails_as_a_declined_call_is_replayed_only_on_purpose(stage: Stage, code: str) -> None:
     buys = declined_call(stage, code)
@@ -52,6 +53,7 @@ def test_a_saga_that_fails_as_a_declined_call_is_replayed_only_on_purpose(stage:
         replay(stage.app, caller, ANN, confirmed=())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("code", ["no_address", "invalid_result"])
 def test_what_was_declined_over_an_open_effect_is_replayed_only_on_purpose_once_that_is_resolved(
     stage: Stage, code: str

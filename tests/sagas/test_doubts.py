@@ -52,6 +52,7 @@ def test_an_outage_while_code_that_does_not_fit_stops_does_not_undo(
     assert (stage.saga("r1").status, stage.accounts()) == ("RUNNING", ["one", "two"]), stage.letters()
 
 
+@pytest.mark.long
 def test_a_call_that_is_replaced_stops_its_saga_before_the_undo(stage: Stage) -> None:
     void, make = entering(stage, "void"), entering(stage, "make")
 
@@ -117,6 +118,7 @@ def test_a_call_whose_effect_was_found_out_does_not_stop_its_saga(stage: Stage) 
     )
 
 
+@pytest.mark.long
 def test_the_letter_of_a_stopped_saga_says_why_it_is_stopped_now(stage: Stage) -> None:
     """Two calls at once have left something unknown: the second is seen to, and the letter has to name the first."""
 

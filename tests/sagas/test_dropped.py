@@ -43,6 +43,7 @@ def forget(stage: Stage, member: str | None = None) -> None:
         events.expect(stage.app, "picked", f"{{{member}}}")
 
 
+@pytest.mark.long
 def test_an_application_without_the_saga_is_told_by_doctor_start_and_show(
     stage: Stage, waiting: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

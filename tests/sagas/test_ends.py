@@ -121,6 +121,7 @@ def test_nothing_but_its_own_code_ends_a_saga(stage: Stage) -> None:
         )
 
 
+@pytest.mark.long
 def test_what_a_saga_has_called_outlives_it(stage: Stage) -> None:
     handle = stage.enqueue(waiting_saga(stage), "r1")
     stage.run()
@@ -172,6 +173,7 @@ def test_an_event_of_a_publisher_with_an_old_snapshot_wakes_the_saga_at_the_next
     assert handle.status() == "completed"
 
 
+@pytest.mark.long
 def test_a_saga_that_cannot_be_woken_keeps_no_other_asleep_and_is_tried_again(stage: Stage) -> None:
     waiting = waiting_saga(stage)
     handles = {id: stage.enqueue(waiting, id) for id in ("bad", "good")}
@@ -228,6 +230,7 @@ def test_a_task_that_replaces_itself_is_a_call_that_fails(stage: Stage) -> None:
         handle.result()
 
 
+@pytest.mark.long
 def test_a_saga_whose_undoing_meets_an_outage_is_tried_again(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     handle = stage.enqueue(waiting_saga(stage), "r1")
     stage.run()
@@ -272,6 +275,7 @@ def test_a_saga_that_is_undone_waits_for_no_event_any_more(stage: Stage) -> None
         assert saga_reading.list_sagas(connection, saga_reading.Filter("bank", waits_for="picked"), limit=1) == []
 
 
+@pytest.mark.long
 def test_a_revoke_of_a_saga_that_waits_lets_it_go_on_now(stage: Stage) -> None:
     handle = stage.enqueue(waiting_saga(stage), "r1")
     stage.run()
@@ -288,6 +292,7 @@ def test_a_revoke_of_a_saga_that_waits_lets_it_go_on_now(stage: Stage) -> None:
     assert stage.letters() == [("waiting", "revoked", "open")]
 
 
+@pytest.mark.long
 def test_publishers_whose_constraints_are_checked_at_once_do_not_wait_for_each_other(stage: Stage) -> None:
     task = waiting_saga(stage)
     handles = [stage.enqueue(task, id) for id in ("a", "b")]
@@ -308,6 +313,7 @@ def test_publishers_whose_constraints_are_checked_at_once_do_not_wait_for_each_o
     assert [handle.status() for handle in handles] == ["completed", "completed"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("is_caught", [True, False])
 def test_the_letters_of_failed_calls_are_closed_when_the_saga_ends(stage: Stage, is_caught: bool) -> None:
     make = entering(stage, "make")

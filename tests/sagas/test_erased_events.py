@@ -56,6 +56,7 @@ def test_the_event_of_a_running_saga_is_kept_however_its_key_is_joined(stage: St
     erase_first(stage)
 
 
+@pytest.mark.long
 def test_the_event_of_a_saga_that_has_not_begun_is_kept(stage: Stage) -> None:
     second = paid_once_picked(stage)
     one = finished_first(stage)
@@ -74,6 +75,7 @@ def test_the_event_of_a_saga_that_has_not_begun_is_kept(stage: Stage) -> None:
     erase_first(stage)
 
 
+@pytest.mark.long
 def test_the_event_of_a_saga_that_is_replayed_is_kept(stage: Stage) -> None:
     fails = [True]
     second = paid_once_picked(stage, fails=fails)
@@ -92,6 +94,7 @@ def test_the_event_of_a_saga_that_is_replayed_is_kept(stage: Stage) -> None:
     erase_first(stage)
 
 
+@pytest.mark.long
 def test_the_event_of_a_saga_whose_letter_is_open_is_kept(stage: Stage) -> None:
     fails = [True]
     second = paid_once_picked(stage, fails=fails)

@@ -49,6 +49,7 @@ def finished(stage: Stage, welcoming: Any, key: str, name: str = CANARY) -> Oper
     return OperationId("default", "welcoming", key)
 
 
+@pytest.mark.long
 def test_a_saga_is_erased_with_its_calls_and_events(stage: Stage, welcoming: Any) -> None:
     id = finished(stage, welcoming, "r1")
     assert holding(stage.engine, CANARY) == {
@@ -81,6 +82,7 @@ def test_a_saga_that_has_not_ended_keeps_its_data_and_that_of_its_calls(stage: S
         erase(stage.app, OperationId("default", "make", key), ANN)
 
 
+@pytest.mark.long
 def test_events_that_another_saga_waits_for_are_not_erased(stage: Stage, welcoming: Any) -> None:
     id = finished(stage, welcoming, "r1")
     stage.enqueue(welcoming, "r2", CANARY)

@@ -30,6 +30,7 @@ def committed(app: Celery) -> AbstractContextManager[Any]:
     return nullcontext()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("around", [committed, rolled_back])
 def test_a_test_publishes_and_lets_time_pass(stage: Stage, around: Callable[[Celery], Any]) -> None:
     make = entering(stage, "make")
@@ -82,6 +83,7 @@ def test_a_pause_before_an_attempt_passes_at_once_after_a_wait_that_is_over(stag
     assert (handle.status(), tried) == ("completed", [1, 1, 1])
 
 
+@pytest.mark.long
 def test_a_failure_that_a_saga_handles_does_not_reach_the_test_and_its_own_does(stage: Stage, outbox: Outbox) -> None:
     make, void = entering(stage, "make"), entering(stage, "void")
     make.refuses.add("bad")

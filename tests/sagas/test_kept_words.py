@@ -27,6 +27,7 @@ from tests.sagas.test_used_letters import aged, purged
 from tests.support.operators import ANN, act
 
 
+@pytest.mark.long
 def test_a_call_whose_replay_could_not_be_published_begins_nothing_once_its_first_letter_is_purged(
     stage: Stage,
 ) -> None:
@@ -109,6 +110,7 @@ def test_an_undo_that_was_done_by_hand_is_not_run_again_once_its_saga_is_purged(
     assert stage.accounts() == ["make:x"]
 
 
+@pytest.mark.long
 def test_undone_by_hand_and_a_replay_of_its_letter_wait_for_each_other_in_one_order(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -205,7 +207,7 @@ FROM generate_series(1, 50000) n
 """
 
 
-@pytest.mark.few(1)
+@pytest.mark.long
 @pytest.mark.parametrize("which", ["store a failure", "end of a saga", "replay", "undone by hand"])
 def test_closed_letters_of_an_operation_are_found_by_an_index(stage: Stage, which: str) -> None:
     of = {"tenant": "default", "task": "t", "key": "k"}
@@ -237,6 +239,7 @@ def test_closed_letters_of_an_operation_are_found_by_an_index(stage: Stage, whic
     assert "Seq Scan on dead_letters" not in plan
 
 
+@pytest.mark.long
 def test_a_corrected_answer_has_a_letter_though_the_closed_one_is_purged(stage: Stage) -> None:
     """The record lives longer, because a person's word prolongs it."""
     charging = charging_of(stage)

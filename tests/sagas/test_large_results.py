@@ -21,6 +21,7 @@ from tests.support.operators import ANN
 from tests.support.tasks import make_task
 
 
+@pytest.mark.long
 def test_a_large_result_of_a_call_is_read_by_the_saga_and_by_its_undo(
     stage: Stage, tmp_path: Path, monkeypatch: Any
 ) -> None:
@@ -69,6 +70,7 @@ class Refused(Down):
         raise ConnectionError("https://results:hunter2@minio:9000/shop")
 
 
+@pytest.mark.long
 def test_one_that_is_gone_stops_the_saga_and_a_person_ends_it(
     stage: Stage, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -157,6 +159,7 @@ def test_one_that_has_done_everything_is_not_undone_because_its_own_result_canno
     assert (handle.status(), done) == ("released", ["charged"])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("spare", [100, 5])
 def test_a_replacement_just_below_the_limit_is_seen_before_anything_is_undone(
     stage: Stage, tmp_path: Path, spare: int

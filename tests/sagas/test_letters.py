@@ -44,6 +44,7 @@ def discarded(stage: Stage, letter: int) -> None:
     act(stage.app, discard.approve, Person("ben", "admin"), letter)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("called", "left"),
     [
@@ -106,6 +107,7 @@ def test_a_failure_that_a_saga_has_used_is_not_replayed_after_the_saga_was_purge
         replay(stage.app, letter_of(stage, charging), ANN)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("outcome", [Happened("ch_1"), DidNotHappen()], ids=["happened", "not happened"])
 def test_a_call_of_which_a_person_has_found_that_it_happened_is_finished_by_a_replay(
     stage: Stage, outcome: Happened | DidNotHappen
@@ -147,6 +149,7 @@ def test_a_call_of_which_a_person_has_found_that_it_happened_is_finished_by_a_re
         assert (len(calls), stage.accounts()) == (1, ["instead", "posted"])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", ["cancel", "event"])
 def test_what_wakes_a_saga_does_so_after_its_message_has_died(stage: Stage, how: str) -> None:
     void = entering(stage, "void")
@@ -216,6 +219,7 @@ def test_an_undo_whose_message_cannot_be_published_is_made_by_hand(stage: Stage)
     assert [letter for letter in stage.letters() if letter[2] == "open"] == [("parent", "no", "open")]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("is_cancelled", [False, True])
 def test_a_called_saga_whose_message_cannot_be_published_is_ended(stage: Stage, is_cancelled: bool) -> None:
     void = entering(stage, "void")
@@ -244,6 +248,7 @@ def test_a_called_saga_whose_message_cannot_be_published_is_ended(stage: Stage, 
     assert stage.saga("r1").status == "FAILED"
 
 
+@pytest.mark.long
 def test_the_dead_message_of_a_cancelled_saga_is_not_discarded_while_its_caller_waits(stage: Stage) -> None:
     void = entering(stage, "void")
 

@@ -18,6 +18,7 @@ from tests.sagas.conftest import Stage
 from tests.sagas.test_attempts import release_the_started
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("error", [ValueError("of new code"), PermanentError("of new code", "refused")])
 def test_code_that_fails_before_what_is_recorded_is_no_reason_to_undo(stage: Stage, error: Exception) -> None:
     void, is_broken = entering(stage, "void"), list[bool]()
@@ -47,6 +48,7 @@ def test_code_that_fails_before_what_is_recorded_is_no_reason_to_undo(stage: Sta
     assert stage.letters() == [("breaking", "saga_mismatch", "replayed")]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("is_early", [True, False])
 def test_processes_that_die_before_what_is_recorded_are_no_reason_to_undo(stage: Stage, is_early: bool) -> None:
     void, dies = entering(stage, "void"), list[bool]()
@@ -85,6 +87,7 @@ def test_processes_that_die_before_what_is_recorded_are_no_reason_to_undo(stage:
         assert (handle.status(), stage.accounts()) == ("failed", ["one", "void:one"])
 
 
+@pytest.mark.long
 def test_an_undo_is_never_too_large_to_be_called(stage: Stage) -> None:
     """The arguments of what it undoes and its result may each be as long as their limits."""
     settings, taken = runtime_of(stage.app).settings, list[tuple[int, int]]()
@@ -147,7 +150,7 @@ UNSEEN: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-@pytest.mark.few(12)
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("misuse", "is_caught"), [*((each, True) for each in MISUSES), *((each, False) for each in MISUSES | UNSEEN)]
 )

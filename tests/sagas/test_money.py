@@ -65,6 +65,7 @@ def moving(stage: Stage, request: pytest.FixtureRequest) -> Any:
     return moving
 
 
+@pytest.mark.few(1)
 def test_a_saga_that_moves_money_is_changed_with_a_token(stage: Stage, ask: Callable[..., Answer], moving: Any) -> None:
     moving.void.refuses.add("r1")
 
@@ -111,6 +112,7 @@ def test_an_effect_of_a_saga_that_moves_money_is_resolved_with_a_token(
     assert stage.saga("r1").status == "FAILED"
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("depth", [1, 2])
 def test_what_a_saga_that_moves_money_has_called_is_cancelled_with_a_token(
     stage: Stage, ask: Callable[..., Answer], depth: int

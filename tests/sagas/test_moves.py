@@ -42,6 +42,7 @@ def test_what_is_being_replayed_is_not_undone_by_hand(stage: Stage, stuck: Any) 
     assert handle.status() == "failed"
 
 
+@pytest.mark.long
 def test_an_event_wakes_it_in_its_publisher_s_transaction(stage: Stage) -> None:
     task = picking(stage)
     handle = stage.enqueue(task, "r1")
@@ -52,6 +53,7 @@ def test_an_event_wakes_it_in_its_publisher_s_transaction(stage: Stage) -> None:
     assert handle.result() == 1
 
 
+@pytest.mark.long
 def test_what_it_has_called_ends_and_wakes_it(stage: Stage, things: tuple[Any, Any]) -> None:
     make, _ = things
 

@@ -59,6 +59,7 @@ def cancel(stage: Stage) -> None:
     cancel_saga(stage.app, OperationId("default", "outer", "r1"), Change("ann", "the customer keeps it"))
 
 
+@pytest.mark.long
 def test_a_cancel_reaches_all_that_a_saga_has_called_at_once(stage: Stage, nest: Any) -> None:
     handle = stage.enqueue(nest, "r1")
     stage.run()
@@ -89,6 +90,7 @@ def test_a_cancel_before_what_was_called_has_begun_lets_it_do_nothing(stage: Sta
     assert (statuses(stage, "middle"), statuses(stage, "inner")) == ({"FAILED"}, set())
 
 
+@pytest.mark.long
 def test_what_stops_a_called_saga_is_shown_of_its_caller(
     stage: Stage, nest: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -112,6 +114,7 @@ def test_what_stops_a_called_saga_is_shown_of_its_caller(
     assert "has stopped" not in run("saga", "show", "r1").out
 
 
+@pytest.mark.long
 def test_a_called_saga_is_undone_by_a_saga_once(stage: Stage) -> None:
     """A gather of which one fails while another is undone at once by a cancel of its parent: everything is undone once."""
     void, make = entering(stage, "void"), entering(stage, "make")

@@ -25,6 +25,7 @@ def note(stage: Stage, type: str, key: str, status: str) -> None:
         observe(connection, type, key, f"as {status}", None, status=status, app=stage.app)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("status", ["COMPENSATING", "COMPLETED", "FAILED"])
 def test_an_observer_that_does_not_know_the_saga_does_not_write_over_it(stage: Stage, status: str) -> None:
     void = entering(stage, "void")

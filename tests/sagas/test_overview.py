@@ -13,6 +13,7 @@ from tests.sagas.application import entering
 from tests.sagas.conftest import Stage
 
 
+@pytest.mark.long
 def test_a_count_that_waiting_sagas_have_stopped_says_so(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     make = entering(stage, "make")
 

@@ -51,6 +51,7 @@ def rows(engine: Engine, table: str) -> list[Any]:
         return [tuple(row) for row in connection.execute(text(f"SELECT * FROM {table} ORDER BY 1"))]
 
 
+@pytest.mark.long
 def test_the_page_on_sagas_runs_as_it_is(shop: Any, shops_stage: Stage, engine: Engine) -> None:
     names: dict[str, Any] = {}
     exec(BEGIN, names)
@@ -68,6 +69,7 @@ def test_the_page_on_sagas_runs_as_it_is(shop: Any, shops_stage: Stage, engine: 
     assert timeline.mermaid(shown) + "\n" == blocks("docs/sagas.md", "mermaid")[0]
 
 
+@pytest.mark.long
 def test_a_parcel_that_nobody_collects_calls_the_return_off(shop: Any, shops_stage: Stage, engine: Engine) -> None:
     shops_stage.enqueue(shop.process_return, return_id="r3")
     shops_stage.run()

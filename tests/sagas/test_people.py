@@ -125,6 +125,7 @@ def test_a_saga_that_runs_records_nothing_more_and_is_undone(stage: Stage) -> No
     assert (handle.status(), stage.accounts()) == ("failed", ["first", "leave first"])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("has_begun", [True, False])
 def test_a_replayed_saga_that_has_not_begun_is_cancelled(stage: Stage, has_begun: bool) -> None:
     refused = [has_begun]
@@ -151,6 +152,7 @@ def test_a_replayed_saga_that_has_not_begun_is_cancelled(stage: Stage, has_begun
     assert (handle.status(), stage.saga("r1").status, stage.accounts()) == ("failed", "FAILED", [])
 
 
+@pytest.mark.long
 def test_what_has_ended_or_is_being_undone_is_not_cancelled(stage: Stage, stuck: Any, waiting: Any) -> None:
     stage.enqueue(stuck, "r1")
     stage.run()
@@ -204,6 +206,7 @@ def test_a_change_repeated_under_its_request_is_made_once(stage: Stage, waiting:
 # ---------------------------------------------------------------- signal
 
 
+@pytest.mark.long
 def test_a_signal_ends_the_wait_of_its_saga_and_of_no_other(stage: Stage, waiting: Any) -> None:
     @saga("other", key="{id}", events={"picked": "{id}"}, app=stage.app)
     def other(saga: Any, id: str) -> Any:
@@ -291,6 +294,7 @@ def test_a_retry_replays_the_undo_that_has_failed(stage: Stage, stuck: Any) -> N
     ]
 
 
+@pytest.mark.long
 def test_an_undo_that_fails_again_keeps_the_saga_stopped(stage: Stage, stuck: Any) -> None:
     handle = stage.enqueue(stuck, "r1")
     stage.run()
@@ -304,6 +308,7 @@ def test_an_undo_that_fails_again_keeps_the_saga_stopped(stage: Stage, stuck: An
     assert (handle.status(), stage.accounts()) == ("failed", ["make:a", "make:b", "void:b", "void:a"])
 
 
+@pytest.mark.long
 def test_what_was_undone_by_hand_is_not_undone_again(stage: Stage, stuck: Any) -> None:
     handle = stage.enqueue(stuck, "r1")
     stage.run()
@@ -321,6 +326,7 @@ def test_what_was_undone_by_hand_is_not_undone_again(stage: Stage, stuck: Any) -
         operate.mark_undone(stage.app, id_of(stuck), "make#2", ANN)
 
 
+@pytest.mark.long
 def test_an_undo_whose_task_is_gone_can_be_made_by_hand(stage: Stage, stuck: Any) -> None:
     handle = stage.enqueue(stuck, "r1")
     void = stage.app.tasks.pop("void")
@@ -358,6 +364,7 @@ def test_a_saga_whose_code_did_not_fit_goes_on_at_once(stage: Stage) -> None:
     assert audited(stage) == [("ann", "replay", "changing")]
 
 
+@pytest.mark.long
 def test_a_letter_of_a_stopped_saga_replays_its_undo(stage: Stage, stuck: Any) -> None:
     handle = stage.enqueue(stuck, "r1")
     stage.run()
@@ -437,6 +444,7 @@ def charging(stage: Stage) -> Any:
     return charging
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("word", "undone"), [(Happened("ch_1"), ["refund:r1"]), (DidNotHappen(), [])])
 def test_a_person_says_what_became_of_an_effect_and_the_saga_goes_on(
     stage: Stage, charging: Any, word: Happened | DidNotHappen, undone: list[str]
@@ -475,6 +483,7 @@ def test_an_effect_that_may_still_be_on_its_way_is_not_resolved(stage: Stage) ->
     assert (handle.status(), stage.accounts()) == ("failed", ["refund:r1"])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("why", ["undo is gone", "undoing kills its processes"])
 def test_a_saga_that_stops_for_another_reason_leaves_no_letter_of_the_first(
     stage: Stage, charging: Any, why: str
@@ -547,6 +556,7 @@ def to_confirm_of(stage: Stage, letter: int) -> list[Any]:
         return to_confirm(connection, [letter])
 
 
+@pytest.mark.long
 def test_the_letter_of_a_stopped_saga_asks_about_its_declined_undo(stage: Stage, stuck: Any) -> None:
     handle = stage.enqueue(stuck, "r1")
     stage.run()
@@ -565,6 +575,7 @@ def test_the_letter_of_a_stopped_saga_asks_about_its_declined_undo(stage: Stage,
     assert handle.status() == "failed"
 
 
+@pytest.mark.long
 def test_the_letter_of_an_undo_that_a_saga_needs_is_not_archived(stage: Stage, stuck: Any) -> None:
     stage.enqueue(stuck, "r1")
     stage.run()

@@ -399,7 +399,7 @@ def test_what_a_former_holder_commits_changes_nothing(stage: Stage, arena: Ring,
         assert not (wrong := wrong_with(arena, race, played)), f"{wrong}\n{played}"
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("stretch", STRETCHES, ids=lambda stretch: stretch.name)
 def test_without_its_fence_a_former_holder_does_harm(stage: Stage, arena: Ring, stretch: Stretch) -> None:
     arena.watch()

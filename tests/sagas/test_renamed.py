@@ -29,6 +29,7 @@ def waiting(stage: Stage) -> Any:
     return handle
 
 
+@pytest.mark.long
 def test_an_event_between_the_deploy_and_the_rename_wakes_its_saga(stage: Stage) -> None:
     handle = waiting(stage)
     set_name(stage.app, "ledger")  # the deploy; its web server publishes
@@ -39,6 +40,7 @@ def test_an_event_between_the_deploy_and_the_rename_wakes_its_saga(stage: Stage)
     assert (handle.status(), stage.accounts()) == ("completed", ["paid"])
 
 
+@pytest.mark.long
 def test_an_event_during_the_rename_wakes_its_saga(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     handle = waiting(stage)
     set_name(stage.app, "ledger")
@@ -58,6 +60,7 @@ def test_an_event_during_the_rename_wakes_its_saga(stage: Stage, monkeypatch: py
     assert (handle.status(), stage.accounts()) == ("completed", ["paid"])
 
 
+@pytest.mark.long
 def test_an_event_of_the_old_name_wakes_a_saga_of_the_new_one(stage: Stage) -> None:
     """A rolling deploy: the old web server publishes last, then it stops, and a person renames."""
     set_name(stage.app, "ledger")

@@ -73,6 +73,7 @@ def parent(stage: Stage, charging: Any) -> Any:
     return parent
 
 
+@pytest.mark.long
 def test_a_replay_whose_message_cannot_be_published_stays_on_the_list(stage: Stage, charging: Any, parent: Any) -> None:
     """The charge happened, a person has asked for its books; the saga ends meanwhile."""
     handle = stage.enqueue(parent, "r1")
@@ -90,6 +91,7 @@ def test_a_replay_whose_message_cannot_be_published_stays_on_the_list(stage: Sta
     assert stage.accounts() == ["instead", "posted"]
 
 
+@pytest.mark.long
 def test_what_is_being_replayed_is_not_undone_by_hand(stage: Stage, charging: Any) -> None:
     @saga("parent", key="{id}", app=stage.app)
     def parent(saga: Any, id: str) -> Any:
@@ -117,6 +119,7 @@ def test_an_answer_that_is_corrected_after_the_saga_has_ended_is_on_the_list(sta
     assert open_letters(stage, "charging") == ["unfinished"]
 
 
+@pytest.mark.long
 def test_a_second_replay_begins_nothing_either(stage: Stage) -> None:
     charging, shipped = shipping(stage)
 
@@ -158,6 +161,7 @@ def test_a_saga_that_has_caught_a_refusal_and_cannot_be_published_can_be_ended(s
     assert open_letters(stage, "make") == []
 
 
+@pytest.mark.long
 def test_a_foreign_letter_under_the_key_of_an_undo_does_not_keep_it_from_being_retried(stage: Stage) -> None:
     make, void = entering(stage, "make"), entering(stage, "void")
     void.refuses.add("x")
@@ -185,6 +189,7 @@ class Died(BaseException):
     """The process is killed: out of memory, a hard time limit."""
 
 
+@pytest.mark.long
 def test_an_on_failed_that_kills_its_process_does_not_do_so_for_ever(stage: Stage) -> None:
     make, void = entering(stage, "make"), entering(stage, "void")
     killed: list[str] = []
@@ -237,6 +242,7 @@ def test_an_undo_that_was_replaced_is_not_taken_for_done_until_a_person_says_so(
     assert handle.status() == "failed"
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("is_caught", [True, False])
 def test_a_gather_waits_for_the_replay_of_a_failure_it_has_not_seen(
     stage: Stage, charging: Any, is_caught: bool
@@ -311,6 +317,7 @@ def test_what_was_undone_by_hand_is_not_replayed_once_its_saga_is_purged(stage: 
         replay(stage.app, letter_of(stage, charging), ANN)
 
 
+@pytest.mark.long
 def test_a_replacement_is_seen_to_before_what_came_earlier_is_undone(stage: Stage) -> None:
     """The call has no undo, but what replaced it may still run, and needs what the earlier step has made."""
     void, late = entering(stage, "void"), entering(stage, "late")

@@ -74,6 +74,7 @@ def test_an_effect_that_is_being_asked_about_is_not_resolved_because_of_an_earli
     assert (handle.status(), stage.accounts()) == ("failed", ["void:x"])
 
 
+@pytest.mark.long
 def test_the_purge_says_that_more_events_are_to_be_deleted(stage: Stage) -> None:
     """Otherwise it deletes 10,000 each time, and the table grows for ever where more come."""
     with stage.engine.begin() as connection:
@@ -90,6 +91,7 @@ def test_the_purge_says_that_more_events_are_to_be_deleted(stage: Stage) -> None
         assert connection.execute(text("SELECT count(*) FROM idempotency.saga_events")).scalar_one() == 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("status", ["COMPLETED", "RUNNING"])  # RUNNING: its end was never seen
 def test_the_purge_says_that_more_observed_processes_are_to_be_deleted(stage: Stage, status: str) -> None:
     with stage.engine.begin() as connection:

@@ -12,6 +12,7 @@ from idempotency.sagas import saga
 from tests.sagas.conftest import Stage
 
 
+@pytest.mark.long
 def test_a_saga_goes_no_further_while_its_process_cannot_read_the_result_of_a_call(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:

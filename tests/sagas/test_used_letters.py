@@ -41,6 +41,7 @@ def aged(stage: Stage) -> None:
             connection.execute(text(statement))
 
 
+@pytest.mark.long
 def test_a_call_replayed_as_its_saga_ends_is_not_replayed_whole_after_the_purge(stage: Stage) -> None:
     """The saga ends while the replay that may only finish is under way, so no letter names the saga."""
     charging, shipped = shipping(stage)
@@ -68,6 +69,7 @@ def test_a_call_replayed_as_its_saga_ends_is_not_replayed_whole_after_the_purge(
     assert (open_letters(stage, "charging"), shipped) == (["unfinished"], [])
 
 
+@pytest.mark.long
 def test_a_letter_of_a_call_knows_its_saga_once_that_is_purged(stage: Stage) -> None:
     """The closed letter of before names the saga that has gone on, and stays for that."""
     charging, shipped = shipping(stage)
@@ -121,6 +123,7 @@ def closed_letters_are_purged(stage: Stage) -> None:
     maintenance.purge(stage.app)
 
 
+@pytest.mark.long
 def test_what_was_undone_by_hand_is_not_done_again_though_a_persons_word_outlives_its_saga(stage: Stage) -> None:
     """Each word prolongs the record's retention, and not that of the closed letter."""
     make = entering(stage, "make")
@@ -148,6 +151,7 @@ def test_what_was_undone_by_hand_is_not_done_again_though_a_persons_word_outlive
     assert stage.accounts() == ["make:x"]
 
 
+@pytest.mark.long
 def test_a_call_that_a_saga_has_gone_on_from_may_only_finish_though_its_letter_is_past_its_retention(
     stage: Stage,
 ) -> None:

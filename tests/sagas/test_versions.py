@@ -60,6 +60,7 @@ def dies() -> Iterator[list[str]]:
     crash_points.install(None)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("differs_at_once", [True, False])
 def test_an_old_worker_does_not_go_past_what_a_new_one_was_asked(stage: Stage, differs_at_once: bool) -> None:
     deploy = Deploy(stage, differs_at_once=differs_at_once)
@@ -74,6 +75,7 @@ def test_an_old_worker_does_not_go_past_what_a_new_one_was_asked(stage: Stage, d
     assert stage.letters() == [("deployed", "saga_mismatch", "replayed")]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("differs_at_once", [True, False])
 def test_an_old_worker_after_a_new_one_that_died_at_the_version(
     stage: Stage, dies: list[str], differs_at_once: bool

@@ -57,6 +57,7 @@ def actions(done: Run, letter: str) -> list[str]:
 # ---------------------------------------------------------------- schedules are carried out as written
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("text", ["plain/attempt+takeover@5b", "lost/attempt+recover@6b,9a", "plain/relay+attempt@"])
 def test_a_schedule_runs_again_exactly_as_it_was(world: World, text: str) -> None:
     first, again = carried_out(world, text), carried_out(world, text)
@@ -73,6 +74,7 @@ def test_a_seed_runs_again_exactly_as_it_was_and_its_schedule_does_too(world: Wo
     assert list(map(str, first.trace)) == list(map(str, again.trace)) == list(map(str, replayed.trace))
 
 
+@pytest.mark.long
 def test_every_schedule_is_explored_once_those_with_fewer_choices_first(world: World) -> None:
     runs = [done.schedule for done in exhaustive(world, parse_case("plain/relay+release"), preemptions=1)]
 
@@ -202,6 +204,7 @@ def test_a_run_whose_faults_have_not_struck_is_void(world: World, text: str, why
     assert carried_out(world, text).void == why
 
 
+@pytest.mark.long
 def test_a_run_that_left_the_state_of_a_void_one_is_void_too(world: World) -> None:
     runs = list(exhaustive(world, parse_case("declined/cancel+discard"), preemptions=1, most=8))
 
@@ -222,6 +225,7 @@ def test_no_schedule_of_the_most_telling_pairs_breaks_a_rule(world: World, case:
         assert not done.void, done.name
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("seed", range(5))
 def test_no_crowd_breaks_a_rule(world: World, seed: int) -> None:
     done = under_seed(world, list(SCENARIOS), seed, 4)
@@ -229,6 +233,7 @@ def test_no_crowd_breaks_a_rule(world: World, seed: int) -> None:
     assert not done.violations, done.name
 
 
+@pytest.mark.long
 def test_a_log_holds_all_that_was_counted(world: World) -> None:
     tally = Tally()
     for done in exhaustive(world, parse_case("plain/relay+release"), preemptions=1):
@@ -239,7 +244,7 @@ def test_a_log_holds_all_that_was_counted(world: World) -> None:
     assert tally.kills > 0
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("finding", FINDINGS, ids=lambda finding: finding.name)
 def test_what_is_wrong_without_its_safeguard_is_found(world: World, finding: Finding) -> None:
     case = parse_case(finding.case)

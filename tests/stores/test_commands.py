@@ -48,8 +48,8 @@ def test_each_command_is_in_the_page_or_needs_postgres() -> None:
     assert in_the_page() & {*NEED_POSTGRES} == set()
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("name", ["status", "web", pytest.param("…", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["status", "web", "…"])
 def test_a_command_about_postgres_says_why_it_has_nothing_to_do(tmp_path: Path, name: str) -> None:
     for each in NEED_POSTGRES if name == "…" else [name]:
         answer = run(tmp_path, f"{each} {NEED_POSTGRES[each]}")

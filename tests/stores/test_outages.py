@@ -68,6 +68,7 @@ def test_claims_whose_answers_are_late_are_no_attempts(shop: Celery, deliver: An
     assert len(runs) == 1
 
 
+@pytest.mark.long
 def test_a_death_after_a_claim_that_was_late_counts(shop: Celery, deliver: Any) -> None:
     """The message comes again with the same tokens: none is that of the attempt which died."""
     task, key = make(shop, lambda self, value: value, max_attempts=1), new_key()
@@ -97,7 +98,7 @@ def place(shop: Celery, tmp_path: Path) -> Path:
     return tmp_path / "results"
 
 
-@pytest.mark.few(1)
+@pytest.mark.long
 def test_while_the_place_of_long_results_is_away_the_attempts_count(
     shop: Celery, deliver: Any, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -122,7 +123,7 @@ def test_while_the_place_of_long_results_is_away_the_attempts_count(
     assert len(runs) == 2
 
 
-@pytest.mark.few(1)
+@pytest.mark.long
 def test_a_place_that_is_away_for_a_moment_repeats_no_body(
     shop: Celery, deliver: Any, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

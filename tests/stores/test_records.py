@@ -36,6 +36,7 @@ def test_a_new_operation_is_claimed_and_held(scene: Scene) -> None:
     assert (stored.state, stored.fence, stored.attempts, stored.holder) == ("started", held.fence, 1, "host|7")
 
 
+@pytest.mark.few(1)
 @promise("one claim at a time")
 def test_of_many_who_race_for_one_key_exactly_one_wins(scene: Scene) -> None:
     for _ in range(5):

@@ -12,6 +12,7 @@ from idempotency.worker import waiting
 from tests.stores.test_tasks import deliver, id_of, make, new_key, shop, store_of  # noqa: F401
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("seconds", "by_hand", "expected"),
     [("nan", False, "FAILURE"), ("nan", True, "FAILURE"), ("-1e12", False, "RETRY"), ("-inf", True, "RETRY")],

@@ -206,6 +206,7 @@ def test_an_idempotent_task_beside_still_needs_its_database(redis_url: str) -> N
     assert any(each.startswith("idempotency_database_url: not set") for each in found)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "address",
     [
@@ -297,6 +298,7 @@ def works(store: Store) -> None:
         assert store.read(id) is None
 
 
+@pytest.mark.long
 def test_all_keys_of_an_operation_are_in_one_slot_of_a_cluster(tmp_path: Path) -> None:
     with own_redis(tmp_path / "node", "--cluster-enabled", "yes") as address:
         with redis.Redis(port=int(address.split(":")[1])) as client:
@@ -310,6 +312,7 @@ def test_all_keys_of_an_operation_are_in_one_slot_of_a_cluster(tmp_path: Path) -
         assert "idempotency_store replication" in warnings(application(f"redis+cluster://{address}"))
 
 
+@pytest.mark.long
 def test_every_primary_of_a_cluster_is_looked_at(tmp_path: Path) -> None:
     with (
         own_redis(tmp_path / "one", "--cluster-enabled", "yes") as one,

@@ -209,6 +209,7 @@ def ours(copy: Any) -> dict[str, Any]:
     return {name: value for name, value in copy.headers.items() if name.startswith("idempotency-")}
 
 
+@pytest.mark.few(1)
 @promise("who has died is replaced, under a higher fence")
 def test_a_holder_that_has_died_is_replaced_under_the_same_outside_key(
     shop: Celery, deliver: Any, outside: OutsideWorld
@@ -365,6 +366,7 @@ def test_self_retry_has_its_countdown_and_its_limit(shop: Celery, deliver: Any) 
         time.sleep(0.02)
 
 
+@pytest.mark.long
 @promise("a message that kills its process ends as failed")
 def test_a_message_whose_processes_have_died_in_every_attempt_fails_without_running(shop: Celery, deliver: Any) -> None:
     key = new_key()
@@ -502,6 +504,7 @@ def test_an_eager_call_of_what_runs_is_refused(shop: Celery) -> None:
     assert task.apply((new_key(),), throw=True).get() == "done"
 
 
+@pytest.mark.long
 def test_an_eager_deferral_is_raised(shop: Celery) -> None:
     with pytest.raises(Defer):
         failing.apply((new_key(), "defer"), throw=True)

@@ -151,7 +151,7 @@ def test_a_kill_after_the_record_repeats_nothing(fleet: Fleet, outside: OutsideW
     assert list(outside.calls.values()) == [1, 1]
 
 
-@pytest.mark.few(1)
+@pytest.mark.long
 @promise("who has lost its claim changes nothing")
 def test_a_frozen_process_that_wakes_after_its_lease_records_nothing(fleet: Fleet, outside: OutsideWorld) -> None:
     account = new_account()
@@ -209,7 +209,7 @@ def test_no_log_line_shows_an_argument_a_result_or_an_address(fleet: Fleet, outs
         assert outside.url not in worker.log
 
 
-@pytest.mark.few(1)
+@pytest.mark.long
 def test_remote_control_shows_no_argument_of_what_runs(fleet: Fleet, outside: OutsideWorld) -> None:
     account = new_account()
     fleet.plan("working", crashing.HOLD)

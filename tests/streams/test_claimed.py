@@ -22,6 +22,7 @@ def record(streaming: Streaming, key: str) -> Any:
     return rows[0] if rows else None
 
 
+@pytest.mark.long
 def test_a_claim_of_a_dead_process_of_this_host_is_freed_without_a_relay(
     rabbit: Streaming, outside: OutsideWorld
 ) -> None:
@@ -73,6 +74,7 @@ def test_a_claim_whose_holder_may_live_is_waited_for_and_said(rabbit: Streaming,
     assert json.loads(command(rabbit, "status", "--json").stdout)[0]["claimed_elsewhere"] == []
 
 
+@pytest.mark.long
 def test_an_attempt_that_waits_for_its_time_is_not_a_duplicate_after_a_death(rabbit: Streaming) -> None:
     rabbit.environment["RETRY_BASE"] = "3"
     rabbit.broker.publish({"account": "a0", "how": "error"})
@@ -100,6 +102,7 @@ def test_what_kills_its_processes_and_those_that_would_end_it_is_left_to_the_rel
     assert record(rabbit, "bad").attempts == 40
 
 
+@pytest.mark.long
 def test_streams_without_a_relay_are_a_finding(rabbit: Streaming) -> None:
     def relays() -> list[str]:
         command(rabbit, "status")  # the application as the test wants it

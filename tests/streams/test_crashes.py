@@ -48,6 +48,7 @@ def test_a_kill_at_every_moment_loses_nothing_and_doubles_nothing(make_streaming
         assert sorted(streaming.entries()) == sorted(accounts[point]), point
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("apart", [False, True])
 def test_without_position_and_records_in_the_commit_the_same_kill_doubles(make_streaming: Make, apart: bool) -> None:
     """What these tests compare with: positions that are committed apart, as a broker's offsets are."""
@@ -85,6 +86,7 @@ def test_a_call_outside_happens_once_whenever_its_process_is_killed(
     assert list(outside.acts.values()) == [1] * 2 * len(points)  # under a key for each, whoever has called
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_message_that_kills_each_process_ends_as_a_dead_letter(make_streaming: Make, kind: str) -> None:
     """In the transaction of many it is not counted; whoever takes over from the dead handles those one by one, and counts."""
@@ -108,6 +110,7 @@ def test_a_message_that_kills_each_process_ends_as_a_dead_letter(make_streaming:
     assert [each.status for each in processes] == [-9, -9, -9, None]
 
 
+@pytest.mark.long
 def test_a_handler_that_calls_exit_fails_as_by_any_error_and_ends_no_process(rabbit: Streaming) -> None:
     rabbit.broker.publish_many(3)
     rabbit.broker.publish({"account": "bad", "how": "exit"})
@@ -119,6 +122,7 @@ def test_a_handler_that_calls_exit_fails_as_by_any_error_and_ends_no_process(rab
     assert process.end() == 0
 
 
+@pytest.mark.long
 def test_one_that_is_stopped_ends_its_batch_and_gives_its_partitions_back(streaming: Streaming) -> None:
     streaming.broker.publish({"account": "a0", "how": "hold"})
     streaming.broker.publish_many(3, first=1)

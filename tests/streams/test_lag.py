@@ -41,6 +41,7 @@ def status(*options: str) -> str:
     return found.stdout
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_lag_is_of_all_that_waits_and_rises_while_a_message_holds_its_partition_up(
     make_streaming: Make, kind: str, monkeypatch: pytest.MonkeyPatch
@@ -69,6 +70,7 @@ def test_the_lag_is_of_all_that_waits_and_rises_while_a_message_holds_its_partit
     assert (row["lag"], row["lag_is_least"]) == (lag, True)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_caught_up_has_no_lag_and_without_an_owner_none_is_known(make_streaming: Make, kind: str) -> None:
     streaming = make_streaming(kind)

@@ -48,6 +48,7 @@ def discard(streaming: Streaming, letter: int) -> None:
         approve(connection, Person("bob", "admin"), letter, app=bank.app)
 
 
+@pytest.mark.few(1)
 def test_what_is_no_operation_is_kept_whole_and_the_stream_goes_on(streaming: Streaming) -> None:
     publish = streaming.broker.publish
     publish({"account": "a0"})
@@ -94,7 +95,8 @@ def test_a_message_beyond_a_limit_is_not_decoded(rabbit: Streaming) -> None:
     assert json.loads(headers)["stream-message"]["value_bytes"] == len(json.dumps({"account": "a1"}))
 
 
-@pytest.mark.parametrize("on_failure", ["continue", pytest.param("stop", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("on_failure", ["continue", "stop"])
 def test_of_a_stream_made_anew_each_refused_message_has_its_own_letter(rabbit: Streaming, on_failure: str) -> None:
     """Its offsets come again; a letter of before stands for what was there before."""
     rabbit.broker.publish(b"the first that cannot be decoded")
@@ -167,7 +169,7 @@ def test_a_stream_that_stops_waits_until_its_letter_is_replayed(rabbit: Streamin
     assert rabbit.stopped() == ""
 
 
-@pytest.mark.few(1)
+@pytest.mark.long
 @pytest.mark.parametrize("event", [{"account": "a1", "how": "permanent"}, {"amount": 1}])
 def test_a_stream_that_stops_goes_on_once_its_letter_is_discarded(rabbit: Streaming, event: dict[str, str]) -> None:
     rabbit.broker.publish(event)
@@ -183,6 +185,7 @@ def test_a_stream_that_stops_goes_on_once_its_letter_is_discarded(rabbit: Stream
     assert [status for _, status in rabbit.letters()] == ["discarded"]
 
 
+@pytest.mark.long
 @FEW
 def test_a_letter_that_is_replayed_runs_once_beside_the_stream(streaming: Streaming) -> None:
     streaming.broker.publish({"account": "a0", "how": "permanent unless told"})
@@ -268,7 +271,8 @@ def cancelled(streaming: Streaming, shown: Shown) -> int:
     return newest(streaming)
 
 
-@pytest.mark.parametrize("on_failure", ["continue", pytest.param("stop", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("on_failure", ["continue", "stop"])
 def test_what_a_person_cancels_is_replayed_once_from_its_letter(rabbit: Streaming, on_failure: str) -> None:
     rabbit.environment["RETRY_BASE"] = "250"
     rabbit.broker.publish({"account": "a0", "how": "error"})
@@ -296,6 +300,7 @@ def test_what_a_person_cancels_is_replayed_once_from_its_letter(rabbit: Streamin
     assert rabbit.letters() == [("cancelled", "replayed")]
 
 
+@pytest.mark.long
 def test_what_was_opened_again_and_is_cancelled_keeps_its_message(rabbit: Streaming) -> None:
     rabbit.broker.publish({"account": "a0", "how": "permanent unless told"})
     rabbit.handler().declared()
@@ -313,6 +318,7 @@ def test_what_was_opened_again_and_is_cancelled_keeps_its_message(rabbit: Stream
     assert (row.status, row.generation) == ("completed", 3)
 
 
+@pytest.mark.long
 def test_a_letter_is_kept_until_what_was_opened_again_by_it_has_ended(rabbit: Streaming) -> None:
     """However long no process runs it: nothing else has the message."""
     rabbit.broker.publish({"account": "a0", "how": "permanent unless told"})
@@ -336,6 +342,7 @@ def purged_after_retention(streaming: Streaming) -> int:
         return purge.letters(connection, "bank", retention=30 * 86400.0, limit=100)[0]
 
 
+@pytest.mark.long
 def test_on_failed_gets_the_event_or_the_cancel_is_refused(rabbit: Streaming) -> None:
     rabbit.environment["RETRY_BASE"] = "250"
     told: list[Any] = []

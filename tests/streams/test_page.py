@@ -23,6 +23,7 @@ from tests.support.processes import eventually
 from tests.support.streaming import Streaming
 
 
+@pytest.mark.long
 def test_the_page_handles_what_is_published(rabbit: Streaming, monkeypatch: Any) -> None:
     for variable in ("BROKER_URL", "DATABASE_URL"):
         monkeypatch.setenv(variable, rabbit.environment[variable])

@@ -143,6 +143,7 @@ def test_the_claim_of_a_process_that_has_died_is_freed_with_the_applications_rig
     assert process.end() == 0
 
 
+@pytest.mark.long
 def test_the_user_for_streams_reads_them_and_nothing_else(rabbit_of_least_rights: Streaming) -> None:
     streaming = rabbit_of_least_rights
     queue = f"{streaming.broker.topic}-0"

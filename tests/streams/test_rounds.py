@@ -56,6 +56,7 @@ def letters(streaming: Streaming) -> list[int]:
     return [row.id for row in streaming.query("SELECT id FROM idempotency.dead_letters ORDER BY id")]
 
 
+@pytest.mark.long
 def test_a_further_round_gets_the_event_as_it_came(rabbit: Streaming) -> None:
     rabbit.broker.publish({"account": "a0", "amount": 3})
     rabbit.plan("held", "hold")
@@ -70,6 +71,7 @@ def test_a_further_round_gets_the_event_as_it_came(rabbit: Streaming) -> None:
     assert entry.amount == 300
 
 
+@pytest.mark.long
 def test_an_error_at_commit_that_looks_like_a_lost_position_is_the_messages_own(rabbit: Streaming) -> None:
     with rabbit.engine.connect() as connection:
         connection.execute(
@@ -89,6 +91,7 @@ def test_an_error_at_commit_that_looks_like_a_lost_position_is_the_messages_own(
     assert "stream_partition_lost" not in process.log
 
 
+@pytest.mark.long
 def test_a_reopened_message_is_run_as_its_own_operation_or_not_at_all(rabbit: Streaming) -> None:
     """After a deploy with another tenant, and another one back; and what cannot be run keeps nothing else from it."""
     rabbit.broker.publish({"account": "a0", "how": "permanent unless told", "tenant": "b"})

@@ -55,7 +55,7 @@ def test_a_stream_that_is_sent_back_handles_nothing_twice(streaming: Streaming) 
     assert row.details["taken_from"].split("|")[3] == str(process.pid)
 
 
-@pytest.mark.few(1)
+@pytest.mark.long
 def test_a_renamed_application_goes_on_where_it_was(streaming: Streaming) -> None:
     accounts = streaming.broker.publish_many(10)
     process = streaming.start()
@@ -73,6 +73,7 @@ def test_a_renamed_application_goes_on_where_it_was(streaming: Streaming) -> Non
     assert streaming.entries() == accounts
 
 
+@pytest.mark.long
 def test_an_application_is_renamed_also_if_a_process_has_run_under_the_new_name(rabbit: Streaming) -> None:
     """What it found under the old name is another application's, and refused; the earlier position counts."""
     accounts = rabbit.broker.publish_many(5)
@@ -102,6 +103,7 @@ def test_an_application_is_renamed_also_if_a_process_has_run_under_the_new_name(
     )
 
 
+@pytest.mark.long
 def test_the_way_back_where_money_is_moved_needs_a_token(rabbit: Streaming) -> None:
     rabbit.broker.publish_many(10)
     process = rabbit.start()
@@ -132,6 +134,7 @@ def test_the_position_is_never_moved_where_no_one_has_been(rabbit: Streaming) ->
         seek_stream(bank.app, NAME, "nowhere", 0, 5, CHANGE)
 
 
+@pytest.mark.long
 def test_the_commands_show_and_move_positions(make_streaming: Make) -> None:
     streaming = make_streaming("rabbitmq", partitions=2)
     streaming.handler().declared()
@@ -170,6 +173,7 @@ def test_the_commands_show_and_move_positions(make_streaming: Make) -> None:
     assert streaming.positions() == {0: 5, 1: 2}
 
 
+@pytest.mark.long
 def test_the_ends_of_streams_are_stored_and_counted(streaming: Streaming) -> None:
     """A lag that is not nought, of one that waits for its first message."""
     streaming.environment["LEASE"] = "1"
@@ -192,6 +196,7 @@ def test_the_ends_of_streams_are_stored_and_counted(streaming: Streaming) -> Non
     streaming.wait_until_handled()
 
 
+@pytest.mark.long
 def test_two_streams_of_one_process_are_independent(make_streaming: Make) -> None:
     from tests.support.streaming import Handler
 
@@ -215,6 +220,7 @@ def test_nothing_is_left_behind_by_a_consumer_that_has_stopped_before_its_first_
     assert rabbit.owners() == {}
 
 
+@pytest.mark.long
 def test_a_partition_that_is_read_no_more_can_be_forgotten(make_streaming: Make) -> None:
     """And not one that a process has, or that the application reads."""
     streaming = make_streaming("rabbitmq", partitions=2)
@@ -247,6 +253,7 @@ def test_a_partition_that_is_read_no_more_can_be_forgotten(make_streaming: Make)
     assert (answer.exit_code, "the application reads" in str(answer.exception)) == (1, True)
 
 
+@pytest.mark.long
 def test_a_frozen_owner_of_a_forgotten_partition_does_nothing_again(make_streaming: Make) -> None:
     """Its row is there with another fence, and says that a person has to decide: its records may be gone by then."""
     streaming = make_streaming("rabbitmq", partitions=2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from sqlalchemy import BigInteger, Column, MetaData, Table, Text, insert
 
 from idempotency.streams import Handling
@@ -42,6 +43,7 @@ class Mine(Handler):
         return super().declared()
 
 
+@pytest.mark.long
 def test_options_of_the_connection_hold_for_one_message(rabbit: Streaming) -> None:
     with rabbit.engine.connect() as connection:
         connection.exec_driver_sql(
@@ -54,6 +56,7 @@ def test_options_of_the_connection_hold_for_one_message(rabbit: Streaming) -> No
     assert [row.account for row in rabbit.query("SELECT account FROM other.entries")] == ["a0"]
 
 
+@pytest.mark.long
 def test_a_savepoint_that_one_has_left_is_rolled_back_to_by_no_other(rabbit: Streaming) -> None:
     rabbit.broker.publish_many(3)
     rabbit.start(Mine(rabbit.broker.source(), handler="saved"))

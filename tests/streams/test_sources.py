@@ -46,6 +46,7 @@ def goes_on_after_a_seek(streaming: Streaming, topic: str, accounts: list[str]) 
     assert streaming.stopped() == ""
 
 
+@pytest.mark.long
 def test_a_plain_stream_that_becomes_a_super_stream_stops_and_skips_nothing(
     make_streaming: Make, plain: Callable[[Streaming, str], Publish]
 ) -> None:
@@ -94,6 +95,7 @@ def test_a_stream_that_moves_to_the_other_broker_and_back_stops_and_skips_nothin
     goes_on_after_a_seek(kafka, topic, more)
 
 
+@pytest.mark.long
 def test_a_position_from_before_it_was_noted_is_of_what_is_read_next(rabbit: Streaming) -> None:
     accounts = rabbit.broker.publish_many(3)
     process = rabbit.start()
@@ -108,6 +110,7 @@ def test_a_position_from_before_it_was_noted_is_of_what_is_read_next(rabbit: Str
     assert row.source == "a super stream of RabbitMQ"
 
 
+@pytest.mark.long
 def test_a_topic_of_kafka_begins_at_latest_where_an_empty_stream_of_its_name_was_read(make_streaming: Make) -> None:
     rabbit, kafka = make_streaming("rabbitmq"), make_streaming("kafka")
     assert isinstance(kafka.broker, KafkaBroker)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.support.collector import collecting
 from tests.support.processes import eventually
 from tests.support.streaming import Streaming
@@ -14,6 +16,7 @@ def context(trace: str) -> str:
     return f"00-{trace}-{SENDER}-01"
 
 
+@pytest.mark.long
 def test_one_message_is_in_its_trace_and_many_are_linked_to_theirs(rabbit: Streaming) -> None:
     with collecting() as collector:
         rabbit.environment |= {"TRACES": "tests.support.telemetry:set_up", **collector.environment("stream")}

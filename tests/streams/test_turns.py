@@ -58,6 +58,7 @@ def test_a_handler_that_loses_its_transaction_at_the_end_is_counted_as_any_error
     assert rabbit.entries() == accounts
 
 
+@pytest.mark.long
 def test_a_partition_whose_turn_ends_in_an_error_keeps_no_other_from_its_own(make_streaming: Make) -> None:
     """The others come first in the next turn, so that one whose every turn ends so costs them a pause, and no more."""
     streaming = make_streaming("rabbitmq", partitions=2)
@@ -87,6 +88,7 @@ def test_a_partition_whose_turn_ends_in_an_error_keeps_no_other_from_its_own(mak
         assert streaming.positions()[0] == 0
 
 
+@pytest.mark.long
 def test_an_event_that_cannot_be_copied_is_handled_alone_as_it_is_together(rabbit: Streaming) -> None:
     """It is decoded again instead: after the death of a process the next messages are handled one by one."""
 
@@ -108,6 +110,7 @@ def test_an_event_that_cannot_be_copied_is_handled_alone_as_it_is_together(rabbi
     assert rabbit.letters() == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("where", "reason"), [("on_failed", "on_failed_error"), ("key", "invalid_key"), ("decode", "undecodable")]
 )
@@ -169,6 +172,7 @@ def test_what_a_body_raises_past_except_exception_is_an_error_as_any_other(
     assert rabbit.entries() == ["a1"]
 
 
+@pytest.mark.long
 def test_a_stream_that_stops_at_failures_does_so_whatever_code_the_application_gives_them(rabbit: Streaming) -> None:
     """Also one that we give to messages of other requests, which stop nothing."""
     told = threading.Event()

@@ -54,7 +54,8 @@ def kept(streaming: Streaming) -> dict[str, Any]:
     return found | {"says": json.loads(row.last_error)["message"]}
 
 
-@pytest.mark.parametrize("name", ["message_id", pytest.param("type", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["message_id", "type"])
 def test_a_property_of_rabbitmq_that_is_not_utf8_makes_a_letter_and_all_streams_go_on(
     make_streaming: Make, name: str
 ) -> None:
@@ -94,6 +95,7 @@ def test_headers_and_routing_keys_of_rabbitmq_that_are_not_utf8_make_letters(rab
     assert process.end() == 0
 
 
+@pytest.mark.long
 def test_a_name_of_a_header_of_kafka_that_is_not_utf8_makes_a_letter_and_all_streams_go_on(
     make_streaming: Make,
 ) -> None:

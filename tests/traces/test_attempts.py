@@ -207,6 +207,7 @@ def test_what_comes_from_outside_is_put_into_the_trace_of_its_operation(
     assert [link[0] for link in linked(report)] == [webhook.get_span_context().span_id]
 
 
+@pytest.mark.long
 def test_nothing_of_a_customer_is_in_a_span(
     stage: Stage, spans: Spans, bank: Celery, deliveries: Deliveries, engine: Engine
 ) -> None:

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 
+import pytest
 from celery import Celery
 
 from tests.sagas.conftest import Stage
@@ -22,6 +23,7 @@ worker_process_shutdown.send(sender=None)
 """
 
 
+@pytest.mark.long
 def test_the_function_of_the_page_exports_and_flushes_when_a_child_ends() -> None:
     with collecting() as collector:
         done = subprocess.run(

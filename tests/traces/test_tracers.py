@@ -136,6 +136,7 @@ def test_without_the_column_there_are_spans_without_links(
     assert len(lines) == 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("links", ["without the column", "not sampled"])
 def test_a_batch_ends_whether_its_spans_can_be_noted_or_not(
     bank: Celery, engine: Engine, superuser: Engine, record: Record, request: pytest.FixtureRequest, links: str
@@ -160,7 +161,7 @@ def test_by_default_there_are_none_where_no_provider_is_set_up(bank: Celery) -> 
     assert runtime_of(bank).traces is None
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("code", "expected"),
     [
@@ -186,6 +187,7 @@ def test_when_there_are_spans_and_what_that_imports(code: str, expected: str) ->
     assert done.stdout.strip() == expected, done.stderr
 
 
+@pytest.mark.long
 def test_traces_that_are_wanted_need_the_extra() -> None:
     code = """
 import sys

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,7 @@ TABLES = sorted(
 NAMED = re.compile(rf"\bidempotency\.(?:{'|'.join(TABLES)}|\{{)")
 
 
+@cache
 def texts_in(source: str) -> list[str]:
     """The texts of a module, with `{}` for what is put into them; without its docstrings."""
     tree = ast.parse(source)

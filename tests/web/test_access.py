@@ -77,6 +77,7 @@ def test_a_login_that_another_browser_has_begun_is_refused(browser: Open, compan
     assert one.get(back).status_code == 403, "a code is taken once"
 
 
+@pytest.mark.long
 def test_a_login_leads_to_this_page_and_no_other(browser: Open, company: Any) -> None:
     page = browser(None)
     for wanted, leads in (
@@ -166,6 +167,7 @@ def test_no_name_that_others_point_at_this_machine_is_answered(bank: Celery) -> 
 # ---------------------------------------------------------------- what every request and answer has
 
 
+@pytest.mark.long
 def test_every_answer_has_the_headers_and_no_script_or_style_of_its_own(browser: Open) -> None:
     page = browser("otto")
     for path in (
@@ -191,6 +193,7 @@ def test_every_answer_has_the_headers_and_no_script_or_style_of_its_own(browser:
         assert answer.headers["cache-control"] == ("no-cache" if path.startswith("/static/") else "no-store")
 
 
+@pytest.mark.long
 def test_a_form_of_another_page_or_session_changes_nothing(
     browser: Open, deliveries: Deliveries, connection: Connection
 ) -> None:
@@ -223,6 +226,7 @@ def test_only_bounded_forms_are_read(browser: Open) -> None:
 # ---------------------------------------------------------------- tenants
 
 
+@pytest.mark.long
 def test_an_operator_of_one_tenant_neither_sees_nor_changes_another(
     browser: Open, bank: Celery, deliveries: Deliveries, connection: Connection
 ) -> None:

@@ -52,6 +52,7 @@ def pages(bank: Celery, connection: Connection) -> Iterator[dict[str, Client]]:
         yield found
 
 
+@pytest.mark.long
 def test_a_page_is_of_one_application_and_names_the_others(pages: dict[str, Any]) -> None:
     for own, other in (("bank", "shop"), ("shop", "bank")):
         page = pages[own]

@@ -61,6 +61,7 @@ def serious(page: Page) -> list[str]:
     ]
 
 
+@pytest.mark.long
 def test_a_person_works_in_the_page_with_a_browser(
     address: str,
     context: BrowserContext,

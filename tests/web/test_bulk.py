@@ -76,6 +76,7 @@ def said(page: Browser, address: str) -> str:
     return re.sub(r"\s+", " ", shown(page.get(address)))
 
 
+@pytest.mark.long
 def test_only_what_a_person_has_read_is_confirmed(
     browser: Open, bank: Celery, deliveries: Deliveries, connection: Connection
 ) -> None:
@@ -96,12 +97,14 @@ def test_only_what_a_person_has_read_is_confirmed(
     assert [row.key for row in audited(connection, "replay")] == ["k01"]
 
 
+@pytest.mark.long
 def test_all_warnings_are_shown_before_they_are_confirmed(browser: Open, bank: Celery, deliveries: Deliveries) -> None:
     decline(declining(bank), deliveries, *range(30))
     first = browser("otto").post("/bulk/begin", {"only_reason": "gone", "reason": "again"})
     assert [n for n in range(30) if f"k{n:02}" not in first.text] == []
 
 
+@pytest.mark.long
 def test_what_was_chosen_is_of_the_person_who_was_shown_it(browser: Open, bank: Celery, deliveries: Deliveries) -> None:
     decline(declining(bank), deliveries, 1)
     first = browser("otto").post("/bulk/begin", {"only_reason": "gone", "reason": "again"})
@@ -118,6 +121,7 @@ def test_the_address_of_the_largest_bulk_fits_into_a_buffer_of_a_proxy(browser: 
     assert Bulk.of(desk, of) == largest
 
 
+@pytest.mark.long
 def test_what_has_completed_has_not_failed_again(
     browser: Open, bank: Celery, deliveries: Deliveries, connection: Connection
 ) -> None:
@@ -140,6 +144,7 @@ def test_what_has_completed_has_not_failed_again(
     assert "Stopped" not in said(otto, address)
 
 
+@pytest.mark.long
 def test_a_bulk_ends_also_when_what_has_completed_is_purged(
     browser: Open, bank: Celery, deliveries: Deliveries, connection: Connection
 ) -> None:
@@ -162,6 +167,7 @@ def test_a_bulk_ends_also_when_what_has_completed_is_purged(
     assert ("1 of 2 completed · 1 gone" in told, "It is over" in told) == (True, True)
 
 
+@pytest.mark.long
 def test_a_bulk_is_shown_only_to_who_may_see_all_its_letters(
     browser: Open, bank: Celery, deliveries: Deliveries, connection: Connection
 ) -> None:
@@ -181,6 +187,7 @@ def test_a_bulk_is_shown_only_to_who_may_see_all_its_letters(
     assert "2 gone" in said(otto, address)
 
 
+@pytest.mark.long
 def test_a_bulk_goes_on_by_itself_only_where_its_last_stage_was_sent(
     browser: Open, bank: Celery, deliveries: Deliveries, connection: Connection
 ) -> None:
@@ -227,6 +234,7 @@ def test_two_who_send_a_stage_at_once_replay_each_letter_once(
     assert sorted(row.key for row in audited(connection, "replay")) == [f"k{n:02}" for n in range(11)]
 
 
+@pytest.mark.long
 def test_a_bulk_goes_no_further_once_nobody_knows_how_one_has_ended(
     browser: Open, bank: Celery, deliveries: Deliveries, connection: Connection
 ) -> None:
@@ -243,6 +251,7 @@ def test_a_bulk_goes_no_further_once_nobody_knows_how_one_has_ended(
     assert otto.post("/bulk/next", of).status_code == 409
 
 
+@pytest.mark.long
 def test_who_has_fewer_tenants_by_now_sends_nothing_more(
     browser: Open, bank: Celery, deliveries: Deliveries, connection: Connection
 ) -> None:
@@ -309,6 +318,7 @@ def failing(bank: Celery, deliveries: Deliveries, *names: str) -> tuple[Any, set
     return task, fails
 
 
+@pytest.mark.long
 def test_what_is_refused_is_passed_over_and_the_rest_is_sent(
     browser: Open, bank: Celery, deliveries: Deliveries, connection: Connection
 ) -> None:
@@ -355,6 +365,7 @@ def test_an_address_of_before_a_refusal_sends_the_rest_as_well(
     assert "3 of 3 completed" in said(otto, address)
 
 
+@pytest.mark.long
 def test_what_can_never_be_replayed_is_left_out_and_counted(
     browser: Open, bank: Celery, deliveries: Deliveries, connection: Connection
 ) -> None:
@@ -418,6 +429,7 @@ def die_on_its_way(connection: Connection, origin: str) -> None:
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("dies", "reason"),
     [
@@ -426,7 +438,6 @@ def die_on_its_way(connection: Connection, origin: str) -> None:
             lambda connection: die_on_its_way(connection, "replay"),
             "delivery_limit",
             id="dead on its way",
-            marks=pytest.mark.long,
         ),
     ],
 )
@@ -446,6 +457,7 @@ def test_a_replay_whose_message_does_not_arrive_has_failed_again(
     assert "failed again" in shown(otto.post("/bulk/next", of))
 
 
+@pytest.mark.long
 def test_another_request_under_the_key_and_a_late_copy_stop_no_replay_that_runs(
     browser: Open, bank: Celery, deliveries: Deliveries, connection: Connection
 ) -> None:
@@ -472,6 +484,7 @@ def test_another_request_under_the_key_and_a_late_copy_stop_no_replay_that_runs(
     assert "1 of 2 completed · 1 waiting" in said(otto, address)
 
 
+@pytest.mark.long
 def test_a_saga_that_could_not_be_undone_and_has_been_by_now_has_not_failed_again(
     browser: Open, bank: Celery, deliveries: Deliveries, connection: Connection, engine: Engine
 ) -> None:

@@ -27,6 +27,7 @@ def next_of(page: Browser, address: str) -> dict[str, str]:
     return {"of": field}
 
 
+@pytest.mark.long
 def test_a_session_that_ends_during_a_stage_passes_over_no_letter(
     browser: Open, bank: Celery, deliveries: Deliveries, connection: Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -65,6 +66,7 @@ def quick(bank: Celery) -> Iterator[None]:
     close_runtime(bank)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_a_lock_of_the_table_ends_a_stage_and_passes_over_no_letter(
     quick: None, browser: Open, bank: Celery, deliveries: Deliveries, connection: Connection, engine: Engine

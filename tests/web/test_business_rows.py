@@ -65,6 +65,7 @@ def entries(session: Session, operation: Described) -> Iterator[BusinessRow]:
     yield BusinessRow("balance", {"of": operation.arguments["account"], "is_open": True, "parts": [1, 2]})
 
 
+@pytest.mark.long
 def test_rows_are_on_the_timeline_by_their_time_and_masked(
     page: Callable[[RowsOf], Browser], connection: Connection
 ) -> None:
@@ -81,6 +82,7 @@ def test_rows_are_on_the_timeline_by_their_time_and_masked(
     assert [row.reason for row in audited(connection, "reveal")] == ["ticket 7"]
 
 
+@pytest.mark.long
 def test_what_is_shown_of_them_is_bounded_and_escaped(page: Callable[[RowsOf], Browser]) -> None:
     made = []
 
@@ -118,7 +120,7 @@ def leak(session: Session, operation: Described) -> list[BusinessRow]:
     raise ValueError(f"iban of {operation.key}: DE02120300000000202051")
 
 
-@pytest.mark.few(2)
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("function", "why"),
     [
@@ -148,6 +150,7 @@ def test_a_function_that_fails_is_a_sentence(
     assert connection.execute(text("SELECT account FROM entries")).scalars().all() == ["a1"]
 
 
+@pytest.mark.long
 def test_a_function_that_is_slow_is_a_sentence_and_takes_no_more_threads(
     page: Callable[[RowsOf], Browser], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -190,6 +193,7 @@ def test_no_more_functions_run_at_once_than_may_and_none_keeps_its_place(
     eventually(lambda: desk.business.of(asked).why is None, what="a place is free again")
 
 
+@pytest.mark.long
 def test_without_a_function_the_page_says_how_there_would_be_rows(browser: Open, deliveries: Deliveries) -> None:
     deliveries.deliver(b.deposit, "a1", tenant="acme")
     assert "idempotency_business_rows" in browser("tina").get("/operation", params=NAMED).text
@@ -234,7 +238,7 @@ def leaves(session: Session, operation: Described) -> Any:
     sys.exit(1)
 
 
-@pytest.mark.few(2)
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("function", "error"),
     [
@@ -262,6 +266,7 @@ def test_what_cannot_be_shown_or_ends_a_process_is_a_sentence(
         assert f"rows are not shown: its function raised {error}." in answer.text
 
 
+@pytest.mark.long
 def test_no_transaction_of_the_function_writes(page: Callable[[RowsOf], Browser], connection: Connection) -> None:
     def write(session: Session, operation: Described) -> Any:
         session.rollback()
@@ -286,6 +291,7 @@ rows.close()
 """
 
 
+@pytest.mark.long
 def test_a_function_that_never_ends_keeps_no_process_from_ending(database: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", NEVER_ENDS, database], capture_output=True, text=True, timeout=40, check=False

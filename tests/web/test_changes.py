@@ -112,6 +112,7 @@ def test_the_flow_shows_where_work_is_and_what_is_not_alive(
     assert row is not None
 
 
+@pytest.mark.long
 def test_failures_are_grouped_with_their_trend_money_and_runbook(
     browser: Open, bank: Celery, deliveries: Deliveries, connection: Connection, configure: Callable[..., None]
 ) -> None:
@@ -142,6 +143,7 @@ def test_failures_are_grouped_with_their_trend_money_and_runbook(
 # ---------------------------------------------------------------- hostile content
 
 
+@pytest.mark.long
 def test_what_others_have_written_is_text_and_nothing_else(
     browser: Open, bank: Celery, deliveries: Deliveries, connection: Connection
 ) -> None:
@@ -243,6 +245,7 @@ def test_arguments_are_masked_until_a_person_reveals_them_which_is_audited(
 # ---------------------------------------------------------------- money in doubt
 
 
+@pytest.mark.long
 def test_money_in_doubt_is_listed_resolved_by_its_type_corrected_and_replayed(
     browser: Open, bank: Celery, deliveries: Deliveries, connection: Connection, record: Record, in_doubt: Any,
     configure: Callable[..., None],
@@ -294,6 +297,7 @@ def test_money_in_doubt_is_listed_resolved_by_its_type_corrected_and_replayed(
     assert "no call is in doubt" in shown(page.get("/doubts"))
 
 
+@pytest.mark.long
 def test_the_provider_is_asked_now(
     browser: Open, bank: Celery, deliveries: Deliveries, connection: Connection, engine: Engine, record: Record
 ) -> None:
@@ -320,6 +324,7 @@ def test_the_provider_is_asked_now(
 # ---------------------------------------------------------------- replays
 
 
+@pytest.mark.long
 def test_a_replay_of_what_was_declined_needs_to_be_read_and_is_made_once(
     browser: Open, bank: Celery, deliveries: Deliveries, connection: Connection
 ) -> None:
@@ -437,6 +442,7 @@ def test_a_bulk_replay_of_what_was_declined_is_read_first(
 # ---------------------------------------------------------------- two people
 
 
+@pytest.mark.long
 def test_a_discard_takes_two_people_by_the_company(
     browser: Open, bank: Celery, deliveries: Deliveries, connection: Connection
 ) -> None:
@@ -463,6 +469,7 @@ def test_a_discard_takes_two_people_by_the_company(
 # ---------------------------------------------------------------- operations and sagas
 
 
+@pytest.mark.long
 def test_an_operation_is_found_by_its_key_released_and_cancelled(
     browser: Open, bank: Celery, connection: Connection, record: Record
 ) -> None:
@@ -485,6 +492,7 @@ def test_an_operation_is_found_by_its_key_released_and_cancelled(
     }
 
 
+@pytest.mark.long
 def test_lists_go_on_where_the_page_before_has_ended(browser: Open, connection: Connection) -> None:
     """Also of times that are equal."""
     for number in range(120):
@@ -501,6 +509,7 @@ def test_lists_go_on_where_the_page_before_has_ended(browser: Open, connection: 
     assert len(keys) == len(set(keys)) == 120
 
 
+@pytest.mark.long
 def test_a_saga_is_shown_step_by_step_and_cancelled(
     browser: Open, bank: Celery, deliveries: Deliveries, connection: Connection
 ) -> None:

@@ -71,6 +71,7 @@ def test_an_operator_edits_a_message_and_replays_it(
     assert f'action="{path}/edit"' not in tina.get(path).text
 
 
+@pytest.mark.long
 def test_of_money_another_person_approves_an_edit(
     browser: Open, bank: Celery, deliveries: Deliveries, connection: Connection
 ) -> None:
@@ -98,6 +99,7 @@ def test_of_money_another_person_approves_an_edit(
     assert [row.actor for row in audited(connection, "edit_approved")] == ["anna"]
 
 
+@pytest.mark.long
 def test_edits_that_wait_are_in_pages(
     browser: Open, bank: Celery, deliveries: Deliveries, connection: Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -149,6 +151,7 @@ def waits(bank: Celery, deliveries: Deliveries, connection: Connection) -> Any:
     return task
 
 
+@pytest.mark.long
 def test_a_bulk_leaves_out_what_somebody_has_asked_to_edit(
     browser: Open, waits: Any, bank: Celery, deliveries: Deliveries, connection: Connection
 ) -> None:
@@ -168,6 +171,7 @@ def test_a_bulk_leaves_out_what_somebody_has_asked_to_edit(
     assert waits.ran == [7]
 
 
+@pytest.mark.long
 def test_a_bulk_passes_over_what_somebody_has_asked_to_edit_since_it_was_begun(
     browser: Open, waits: Any, bank: Celery, deliveries: Deliveries, connection: Connection
 ) -> None:
@@ -183,6 +187,7 @@ def test_a_bulk_passes_over_what_somebody_has_asked_to_edit_since_it_was_begun(
     assert deliver_all(bank, deliveries, connection) == 0
 
 
+@pytest.mark.long
 def test_a_replay_without_the_edit_that_waits_takes_a_word_of_its_own(
     browser: Open, waits: Any, bank: Celery, deliveries: Deliveries, connection: Connection
 ) -> None:

@@ -58,6 +58,7 @@ def test_a_person_of_some_tenants_sees_no_queue_and_no_process_of_others(browser
     assert "No relay is running" not in tina
 
 
+@pytest.mark.long
 def test_what_others_have_counts_for_the_limit_and_a_count_that_stopped_there_says_so(
     browser: Open, connection: Connection
 ) -> None:
@@ -82,6 +83,7 @@ def test_what_others_have_counts_for_the_limit_and_a_count_that_stopped_there_sa
     assert re.fullmatch(r"payments 0 0 \? \? 0 0\+ 1\+ 0\+ \d+ s", figures(browser("tina").get("/"), "payments"))
 
 
+@pytest.mark.long
 def test_a_count_of_what_runs_that_stopped_at_its_limit_says_so(browser: Open, connection: Connection) -> None:
     op.started(connection, OperationId("acme", "x", "a"), queue="payments", token="t")
     many(connection, "a", BOUND - 2)
@@ -92,6 +94,7 @@ def test_a_count_of_what_runs_that_stopped_at_its_limit_says_so(browser: Open, c
     assert f" {BOUND}+ " in figures(otto.get("/"), "payments")
 
 
+@pytest.mark.long
 def test_what_waits_for_its_caller_and_not_in_a_queue_is_no_work_of_a_queue(
     browser: Open, connection: Connection
 ) -> None:
@@ -102,6 +105,7 @@ def test_what_waits_for_its_caller_and_not_in_a_queue_is_no_work_of_a_queue(
     assert '<th scope="row" class="mono">http</th>' not in page.text
 
 
+@pytest.mark.long
 def test_a_silent_process_says_where_it_was_and_how_to_start_it_again(browser: Open, connection: Connection) -> None:
     """What the alert says is here, too: without it, the alarm cannot be ended by the page alone."""
     insert = (

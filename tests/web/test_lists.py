@@ -161,6 +161,7 @@ def test_letters_are_archived_and_restored_on_the_page(
     assert browser("rita").post(f"/letters/{first}/archive", {"reason": "x"}).status_code == 403
 
 
+@pytest.mark.long
 def test_counting_failures_reads_no_archived_letter(connection: Connection) -> None:
     """However many there are: they are for later."""
     connection.execute(

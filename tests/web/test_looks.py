@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from celery import Celery
 from sqlalchemy import Connection, text
 
@@ -11,6 +12,7 @@ from tests.web.conftest import Open
 from tests.web.test_changes import audited
 
 
+@pytest.mark.long
 def test_a_reveal_sent_again_is_another_look(
     browser: Open,
     bank: Celery,

@@ -27,6 +27,7 @@ def preview(page: Any) -> str:
     return said[said.index("What a replay would do") :]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("change", "why"),
     [
@@ -97,6 +98,7 @@ def test_the_replay_of_a_stopped_saga_names_the_undos_that_run_and_their_calls(
     assert len(refunded) == 1
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("is_known", [True, False])
 def test_a_message_that_cannot_be_read_is_not_said_to_run_and_has_no_button(
     browser: Open, bank: Celery, deliveries: Deliveries, connection: Connection, is_known: bool
@@ -121,6 +123,7 @@ def test_a_message_that_cannot_be_read_is_not_said_to_run_and_has_no_button(
     assert otto.post(f"/letters/{letter.id}/replay", {"reason": "x"}).status_code == 409
 
 
+@pytest.mark.long
 def test_the_letter_of_a_stream_is_said_to_be_run_by_its_processes(
     browser: Open, bank: Celery, deliveries: Deliveries, connection: Connection
 ) -> None:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import httpx
+import pytest
 from celery import Celery
 
 from services.server import free_port
@@ -53,6 +54,7 @@ def test_the_command_serves_the_page_and_what_changes_in_it(bank: Celery, enviro
     assert f"page at http://127.0.0.1:{port}/ (everyone is reader)" in said
 
 
+@pytest.mark.long
 def test_the_command_does_not_start_where_others_reach_it(environment: dict[str, str]) -> None:
     refused = subprocess.run(command("--host", "0.0.0.0"), env=environment, capture_output=True, text=True, timeout=120)
     assert (refused.returncode, refused.stdout) == (1, "")

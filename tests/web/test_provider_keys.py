@@ -59,6 +59,7 @@ def searched(browser: Browser, key: str) -> str:
     return str(answer.headers["location"]) if answer.status_code == 303 else shown(answer)
 
 
+@pytest.mark.long
 def test_an_operation_is_found_by_the_key_at_its_provider(
     browser: Open, connection: Connection, run: Run, worked: dict[str, str]
 ) -> None:
@@ -84,6 +85,7 @@ def test_of_another_tenant_or_application_none_is_found(
     assert {run("effects", "find", given).status for given in worked.values()} == {1}
 
 
+@pytest.mark.long
 def test_where_not_all_was_asked_the_answer_says_so(
     browser: Open, connection: Connection, worked: dict[str, str], monkeypatch: pytest.MonkeyPatch, run: Run
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from celery import Celery
 from sqlalchemy import Connection, text
 
@@ -26,6 +27,7 @@ def test_a_reveal_that_is_sent_again_is_another_look(
     assert len(audited(connection, "reveal")) == 4
 
 
+@pytest.mark.long
 def test_a_reason_that_postgres_cannot_store_is_refused(
     browser: Open, deliveries: Deliveries, connection: Connection
 ) -> None:
@@ -37,6 +39,7 @@ def test_a_reason_that_postgres_cannot_store_is_refused(
         assert (answer.status_code, "without NUL" in answer.text) == (409, True)
 
 
+@pytest.mark.long
 def test_half_a_pair_of_surrogates_is_shown_as_such(
     browser: Open, bank: Celery, deliveries: Deliveries, connection: Connection
 ) -> None:
@@ -47,6 +50,7 @@ def test_half_a_pair_of_surrogates_is_shown_as_such(
     assert (answer.status_code, "Zo\\ud83d" in answer.text) == (200, True)
 
 
+@pytest.mark.long
 def test_what_only_has_a_letter_is_revealed_and_not_offered_to_be_cancelled(
     browser: Open, deliveries: Deliveries, connection: Connection
 ) -> None:
@@ -60,6 +64,7 @@ def test_what_only_has_a_letter_is_revealed_and_not_offered_to_be_cancelled(
     assert otto.post("/operation/reveal", named | {"reason": "x"}).status_code == 200
 
 
+@pytest.mark.long
 def test_a_reason_does_not_read_backwards_to_the_one_who_approves(
     browser: Open, deliveries: Deliveries, connection: Connection
 ) -> None:

@@ -66,6 +66,7 @@ def test_once_the_id_token_has_expired_everyone_is_a_reader(
     assert op.dead_letters(connection)[0].status == "open"
 
 
+@pytest.mark.long
 def test_once_the_id_token_has_expired_no_other_tenant_is_seen(
     bank: Celery,
     connection: Connection,

@@ -40,6 +40,7 @@ def client_of(app: Any, cookie: str) -> httpx.AsyncClient:
     return httpx.AsyncClient(transport=transport, base_url=PAGE, timeout=120, cookies={"__Host-idempotency": cookie})
 
 
+@pytest.mark.long
 def test_all_who_wait_for_one_look_are_told_at_once_that_it_has_failed(
     impatient: None, browser: Open, blocked: Any
 ) -> None:
@@ -57,6 +58,7 @@ def test_all_who_wait_for_one_look_are_told_at_once_that_it_has_failed(
     assert took < 2.5 * desks.STATEMENT / 1000
 
 
+@pytest.mark.long
 def test_health_and_static_files_are_answered_while_pages_wait(browser: Open, blocked: Any) -> None:
     otto = browser("otto")
     app = otto.client.app

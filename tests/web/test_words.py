@@ -56,6 +56,7 @@ def test_wrong_numbers_and_doubled_words_are_noticed() -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.long
 def test_one_is_said_as_one_and_no_word_twice(
     browser: Open, bank: Celery, deliveries: Deliveries, connection: Connection, run: Run
 ) -> None:

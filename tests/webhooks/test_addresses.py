@@ -121,6 +121,7 @@ def written(address: IPv4Address) -> list[str]:
     ]
 
 
+@pytest.mark.long
 @given(st.ip_addresses(v=4))
 @example(IPv4Address("127.0.0.1"))
 @example(IPv4Address("169.254.169.254"))

@@ -15,6 +15,7 @@ from tests.support.operations import at_once
 from tests.support.tasks import transactional
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("is_failing", "most"), [(True, 1), (False, 3)])
 def test_an_endpoint_has_no_more_attempts_at_a_time_than_it_may(
     shop: Celery,

@@ -73,6 +73,7 @@ def test_an_event_is_delivered_once_to_each_endpoint_that_wants_it(
     assert len({request.id for request in receiver.webhooks}) == 2
 
 
+@pytest.mark.long
 def test_tenants_get_their_own_events_alone(
     happen: Happen, register: Register, outbox: Outbox, receiver: Receiver
 ) -> None:
@@ -84,6 +85,7 @@ def test_tenants_get_their_own_events_alone(
     assert [(request.path, request.document["data"]["order_id"]) for request in receiver.webhooks] == [("/other", "o1")]
 
 
+@pytest.mark.long
 def test_attempts_come_later_and_later_under_one_id_and_then_it_is_given_up(
     happen: Happen, register: Register, outbox: Outbox, receiver: Receiver, engine: Engine, rows: Rows
 ) -> None:
@@ -237,6 +239,7 @@ def step_in_a_process_that_dies(outbox: Outbox, point: str) -> None:
     assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("point", ["webhook.recorded", "webhook.posted"])
 def test_a_crash_around_the_post_leads_to_a_repeat_under_the_same_id(
     shop: Celery, happen: Happen, register: Register, outbox: Outbox, receiver: Receiver, engine: Engine, rows: Rows,

@@ -121,6 +121,7 @@ def test_what_there_is_not_is_said(runtime: Runtime) -> None:
             change(runtime, ANN, "ep_unknown")
 
 
+@pytest.mark.long
 def test_the_commands_add_list_show_rotate_disable_and_enable(
     run: Run, receiver: Receiver, happen: Callable[..., str], outbox: Outbox, engine: Engine
 ) -> None:
@@ -162,6 +163,7 @@ def test_the_commands_add_list_show_rotate_disable_and_enable(
     assert "/h" not in kept
 
 
+@pytest.mark.long
 def test_an_endpoint_that_is_not_there_yet_is_added_and_enabled_later(run: Run, receiver: Receiver) -> None:
     receiver.answer = lambda request: (503, {}, b"")
     added = run("webhooks", "add", "acme", receiver.url, "--event", "*")

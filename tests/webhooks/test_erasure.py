@@ -29,6 +29,7 @@ from tests.webhooks.test_letters import Waiting, cancelled
 CANARY = "canary-7f3a"
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("by", ["fan_out", "deliver"])
 def test_the_body_of_a_webhook_is_erased_and_not_delivered_again(
     shop: Celery,

@@ -97,6 +97,7 @@ def test_the_letter_of_a_delivery_that_was_redelivered_is_not_replayed(
     assert (len(receiver.webhooks), statuses(rows)) == (1, [("delivered", None)])
 
 
+@pytest.mark.long
 def test_a_delivery_whose_letter_is_discarded_before_it_has_begun_is_given_up(
     shop: Celery, waiting: Waiting, outbox: Outbox, receiver: Receiver, rows: Rows, engine: Engine
 ) -> None:

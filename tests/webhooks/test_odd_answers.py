@@ -145,6 +145,7 @@ def test_an_answer_to_a_challenge_that_nests_is_taken_as_plain_text() -> None:
     assert _answered(b"[" * 4000) == b"[" * 4000
 
 
+@pytest.mark.long
 def test_an_endpoint_that_is_slow_and_accepts_has_not_all_workers(
     happen: Callable[..., str],
     register: Callable[..., operate.NewEndpoint],

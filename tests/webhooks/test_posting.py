@@ -127,6 +127,7 @@ def test_of_a_body_without_end_only_the_beginning_is_read(receiver: Receiver, se
     assert (answer.status, len(answer.body)) == (200, posting.BODY_LIMIT)
 
 
+@pytest.mark.long
 def test_the_settings_say_what_is_allowed_and_trusted(receiver: Receiver) -> None:
     given = {"database_url": "postgresql+psycopg://x/y", "webhook_ca_file": str(receiver.ca_file)}
     assert Sender.of(Settings.read(given)).post(receiver.url, {}, BODY).failure is Failure.ADDRESS_REFUSED

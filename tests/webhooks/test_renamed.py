@@ -20,6 +20,7 @@ def named_as_before(bank: Celery) -> Iterator[None]:
     rename(bank, None)
 
 
+@pytest.mark.long
 def test_endpoints_hear_of_events_after_a_rename(
     shop: Celery, register: Any, happen: Any, rows: Any, receiver: Any
 ) -> None:

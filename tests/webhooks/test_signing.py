@@ -43,6 +43,7 @@ def test_a_receiver_with_either_secret_accepts_it_during_a_rotation() -> None:
         Webhook(new).verify(BODY, late)
 
 
+@pytest.mark.long
 def test_a_key_pair_signs_beside_a_shared_secret_and_only_its_public_part_is_given() -> None:
     shared, private = new_secret(Scheme.SHARED), new_secret(Scheme.ED25519)
     public = verifier_of(private)

@@ -35,6 +35,7 @@ def age(engine: Engine, days: int) -> None:
             connection.execute(text(change), {"days": days})
 
 
+@pytest.mark.long
 def test_what_has_ended_is_purged_with_its_attempts_and_what_waits_stays(
     shop: Celery, happen: Any, register: Any, outbox: Outbox, receiver: Receiver, engine: Engine, rows: Rows
 ) -> None:
@@ -58,6 +59,7 @@ def test_what_has_ended_is_purged_with_its_attempts_and_what_waits_stays(
     assert [row.status for row in rows("attempts")] == [500]
 
 
+@pytest.mark.long
 def test_a_delivery_that_a_person_may_replay_stays(
     shop: Celery, waiting: Waiting, outbox: Outbox, receiver: Receiver, engine: Engine, rows: Rows
 ) -> None:
@@ -75,6 +77,7 @@ def test_a_delivery_that_a_person_may_replay_stays(
     assert rows("deliveries") == []
 
 
+@pytest.mark.long
 def test_an_endpoint_that_has_disabled_itself_is_an_alarm_until_a_person_has_seen_to_it(
     shop: Celery, happen: Any, register: Any, outbox: Outbox, receiver: Receiver, runtime: Runtime
 ) -> None:

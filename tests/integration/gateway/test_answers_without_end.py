@@ -69,6 +69,7 @@ def test_of_an_answer_no_more_is_kept_than_the_limit(call: Callable[[str], objec
     assert most < 5 * answers.ANSWER_LIMIT
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("dripped", [HEADERS, BODY, CHUNKS], ids=["headers", "body", "chunks"])
 @pytest.mark.parametrize("call", [label, charge], ids=["carrier", "gateway"])
 def test_an_answer_that_drips_is_given_up_in_time(
@@ -82,6 +83,7 @@ def test_an_answer_that_drips_is_given_up_in_time(
         assert server.asked == 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("call", [label, charge], ids=["carrier", "gateway"])
 def test_over_tls_too(
     call: Callable[[str], object],
@@ -99,6 +101,7 @@ def test_over_tls_too(
         assert time.monotonic() - begun < LONG
 
 
+@pytest.mark.long
 def test_a_connection_with_an_unread_rest_is_not_used_again(whole: float) -> None:
     """What is left of one answer would be read as the beginning of the next."""
     with dripping(*BODY) as server, closing(Carrier(server.url, timeout=READ)) as carrier:
@@ -119,6 +122,7 @@ def test_a_provider_that_drips_is_left_alone_for_a_while_as_one_that_does_not_an
         assert server.asked == 5
 
 
+@pytest.mark.long
 def test_a_kept_connection_has_its_time_for_each_answer(whole: float) -> None:
     """The limit of one call is none of the next, however much later that comes."""
     body, ports = json.dumps({"id": "l", "status": "created"}).encode(), []

@@ -59,6 +59,7 @@ def test_the_circuit_opens_after_failures_and_closes_after_a_success(
         assert len(charges(sandbox, purchase)) == 1
 
 
+@pytest.mark.long
 def test_an_open_circuit_does_not_call(sandbox: Sandbox, purchase: dict[str, Any], key: str) -> None:
     with closing(StripeGateway(KEY, url=sandbox.url, circuit_failures=1, circuit_pause=600)) as gateway:
         faults(sandbox, hold_ms=10)
@@ -85,6 +86,7 @@ def test_refusals_do_not_open_the_circuit_and_reset_the_count(
         assert not gateway.circuit_open
 
 
+@pytest.mark.long
 def test_calls_do_not_wait_for_each_other(sandbox: Sandbox, gateway: StripeGateway, purchase: dict[str, Any]) -> None:
     faults(sandbox, latency_ms=1000)
     began = time.monotonic()
@@ -132,6 +134,7 @@ def test_only_one_call_tries_a_provider_that_was_away() -> None:
     assert circuit.call(lambda: "open again") == "open again"
 
 
+@pytest.mark.long
 def test_a_failure_reported_late_does_not_hide_behind_the_open_circuit() -> None:
     circuit = Circuit("it", failures=1, pause=600)
     started, finish = threading.Barrier(2), threading.Event()

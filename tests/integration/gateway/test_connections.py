@@ -163,6 +163,7 @@ def test_a_connection_is_kept_between_calls(
     assert seen == [seen[0]] * 3
 
 
+@pytest.mark.long
 def test_an_interruption_by_the_worker_says_nothing_about_the_provider(
     sandbox: Sandbox, purchase: dict[str, Any], key: str
 ) -> None:

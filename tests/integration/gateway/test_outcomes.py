@@ -21,6 +21,7 @@ from tests.support.sandbox import faults
 # ---------------------------------------------------------------- money moves
 
 
+@pytest.mark.long
 def test_a_capture_charges_once_however_often_it_is_called(
     sandbox: Sandbox, gateway: Gateway, purchase: dict[str, Any], key: str
 ) -> None:

@@ -50,7 +50,7 @@ def charge(url: str) -> object:
     return StripeGateway("sk_test_x", url=url).capture(**about, idempotency_key="k")
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("given", "seconds"), [("7", 7.0), ("nan", None), ("-nan", None), ("inf", 3600.0), ("-5", 0.0), ("soon", None)]
 )

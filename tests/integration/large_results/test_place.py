@@ -140,6 +140,7 @@ def test_what_cannot_be_deleted_holds_up_nothing_else(
     assert deleted == ["cd/" + "cd" * 16]
 
 
+@pytest.mark.long
 def test_the_sweep_is_in_no_alerts_way(bank: Celery, set_place: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     begun, looked = threading.Event(), threading.Event()
     stop = threading.Event()
@@ -177,6 +178,7 @@ def test_the_sweep_looks_at_all_pages_and_at_what_a_dead_writer_left(bank: Celer
     assert list(folder.iterdir()) == []
 
 
+@pytest.mark.long
 def test_an_erasure_deletes_it_at_once_and_one_that_cannot_is_swept(
     bank: Celery, engine: Engine, kept: Place, set_place: Any, swept: Any
 ) -> None:

@@ -27,6 +27,7 @@ from tests.support.sandbox import faults
 # ---------------------------------------------------------------- faults
 
 
+@pytest.mark.long
 def test_a_500_before_the_charge_is_stored_and_no_money_moves(sandbox: Sandbox, purchase: str) -> None:
     faults(sandbox, next=["error_500_before"])
     for again in (False, True):
@@ -123,6 +124,7 @@ def test_a_fault_from_a_rate_happens_once_per_key(sandbox: Sandbox, purchase: st
     assert pay(sandbox, purchase).status == "succeeded"
 
 
+@pytest.mark.long
 def test_the_same_seed_makes_the_same_plan_in_any_order(sandbox: Sandbox, purchase: str) -> None:
     def outcomes(suffix: str, numbers: Iterator[int]) -> dict[int, str]:
         found = {}
@@ -196,6 +198,7 @@ def test_it_counts_how_often_each_key_was_called(sandbox: Sandbox, purchase: str
     assert purchase + "-once" not in often
 
 
+@pytest.mark.long
 def test_a_crash_keeps_the_ledger_the_answers_and_the_faults_already_spent(tmp_path: Path, purchase: str) -> None:
     with process.running("provider", tmp_path, "--faults", "rate_limited=1") as sandbox:
         with pytest.raises(stripe.RateLimitError):
@@ -259,6 +262,7 @@ def test_reading_where_no_sandbox_ran_says_so(tmp_path: Path) -> None:
         ledger.read(tmp_path)
 
 
+@pytest.mark.long
 def test_sigterm_stops_it_cleanly_even_while_it_holds_a_client(tmp_path: Path, purchase: str) -> None:
     with process.running("provider", tmp_path) as sandbox, ThreadPoolExecutor(1) as thread:
         faults(sandbox, next=["timeout_after"])
@@ -270,6 +274,7 @@ def test_sigterm_stops_it_cleanly_even_while_it_holds_a_client(tmp_path: Path, p
         assert (tmp_path / "provider.log").read_text() == ""
 
 
+@pytest.mark.long
 def test_it_stops_when_the_process_that_started_it_dies(tmp_path: Path) -> None:
     program = (
         "import sys, time; from pathlib import Path; from sandbox.process import Sandbox\n"
@@ -285,6 +290,7 @@ def test_it_stops_when_the_process_that_started_it_dies(tmp_path: Path) -> None:
     eventually(lambda: not Path(f"/proc/{pid}").exists() or "zombie" in Path(f"/proc/{pid}/status").read_text())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("faults", "complaint"),
     [("declined=2", "declined"), ("explode=1", "explode"), ("declined", "name=number"), ("reject=1", "reject")],
@@ -294,11 +300,13 @@ def test_bad_faults_on_the_command_line_are_refused_in_one_line(tmp_path: Path, 
         Sandbox("provider", tmp_path, "--faults", faults).start()
 
 
+@pytest.mark.long
 def test_a_port_in_use_is_refused_in_one_line(sandbox: Sandbox, tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="in use"):
         Sandbox("provider", tmp_path, "--port", str(sandbox.port)).start()
 
 
+@pytest.mark.long
 def test_provider_and_mail_run_in_one_process(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "sandbox", "all", "--data", str(tmp_path), "--faults", "reject=0.1,declined=0.1"]
     root = Path(ledger.__file__).parent.parent
@@ -311,6 +319,7 @@ def test_provider_and_mail_run_in_one_process(tmp_path: Path) -> None:
     assert lines[1].startswith("ready smtp://127.0.0.1:")
 
 
+@pytest.mark.long
 def test_a_plan_checks_its_numbers() -> None:
     with pytest.raises(ValueError, match="hold_ms"):
         FaultPlan(hold_ms=-1)

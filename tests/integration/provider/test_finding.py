@@ -30,6 +30,7 @@ def charge(client: stripe.StripeClient, key: str) -> str:
     return made.id
 
 
+@pytest.mark.long
 def test_what_was_made_under_a_key_is_found_however_long_the_list_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,6 +6,8 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from sandbox import process
 from sandbox.faults import CARRIER_FAULTS, MAIL_FAULTS, PROVIDER_FAULTS
 from sandbox.process import Sandbox
@@ -14,6 +16,7 @@ from tests.support.documents import ROOT, blocks
 PRINTED = "http://127.0.0.1:8420"
 
 
+@pytest.mark.long
 def test_the_examples_of_the_page_run_as_they_are(tmp_path: Path) -> None:
     with process.running("provider", tmp_path) as sandbox:
         _run_examples(sandbox)

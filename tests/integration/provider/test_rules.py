@@ -22,6 +22,7 @@ from tests.support.sandbox import faults
 # ---------------------------------------------------------------- what it does when nothing goes wrong
 
 
+@pytest.mark.long
 def test_a_charge_is_in_the_ledger_with_its_key_and_metadata(sandbox: Sandbox, purchase: str) -> None:
     intent = pay(sandbox, purchase, "key-of-" + purchase, amount=1999)
     assert (intent.status, intent.amount, intent.currency) == ("succeeded", 1999, "eur")

@@ -55,6 +55,7 @@ def capture(shop: dict[str, Any], deliveries: Deliveries, payment_id: str, **ori
     return deliveries.deliver(shop["capture_payment"], payment_id, 1250, "eur", key=payment_id, **origin)
 
 
+@pytest.mark.long
 def test_a_charge_is_made_once_whatever_the_provider_does(
     shop: dict[str, Any], deliveries: Deliveries, engine: Engine, provider: Sandbox, tmp_path: Path
 ) -> None:
@@ -112,6 +113,7 @@ def refusing(request: pytest.FixtureRequest) -> Iterator[str]:
         server.shutdown()
 
 
+@pytest.mark.few(1)
 def test_while_the_provider_refuses_our_key_a_charge_waits_and_uses_up_no_attempt(
     shop: dict[str, Any], deliveries: Deliveries, engine: Engine, refusing: str, connection: Connection
 ) -> None:
@@ -140,6 +142,7 @@ def test_a_stored_failure_leads_to_the_next_key_and_a_decline_to_an_end(
     assert (refused.state, refused.value.code) == ("FAILURE", "card_declined")
 
 
+@pytest.mark.long
 def test_the_webhook_wakes_what_waits_and_passes_on_the_rest(
     shop: dict[str, Any], deliveries: Deliveries, connection: Connection
 ) -> None:
@@ -177,6 +180,7 @@ def report(shop: dict[str, Any], type: str, data: dict[str, Any], secret: str = 
     return answer
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("status", ["requires_payment_method", "canceled"])
 def test_a_charge_that_is_found_need_not_have_succeeded(shop: dict[str, Any], status: str) -> None:
     with pytest.raises(StoredRefusal, match=status):

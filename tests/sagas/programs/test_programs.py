@@ -56,6 +56,7 @@ def test_a_seed_draws_the_same_program_and_the_same_faults() -> None:
     assert len({draw(seed).body for seed in range(1, 50)}) == 49
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("action", [*ACTIONS, "cancel"])
 def test_each_fault_strikes_and_a_program_survives_it(world: Any, action: str) -> None:
     planned = Fault(action, STATEMENT, 14)
@@ -81,6 +82,7 @@ def test_a_program_without_faults_is_void(world: Any, monkeypatch: pytest.Monkey
     assert (done.is_void, done.wrong) == (True, [])
 
 
+@pytest.mark.long
 def test_a_person_sees_to_what_has_stopped(world: Any) -> None:
     broken = Nested("d", (Step("d.1", "pack", Undo(broken=True)), Raise("d.2", "for good")), None)
     found, _ = carried_out(world, broken)
@@ -160,6 +162,7 @@ def facts(world: Any) -> Facts:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("what", DOCTORED)
 def test_the_oracle_sees(facts: Facts, what: str) -> None:
     doctored = copy.deepcopy(facts)
@@ -167,6 +170,7 @@ def test_the_oracle_sees(facts: Facts, what: str) -> None:
     assert oracle.compare(FAILING, doctored)
 
 
+@pytest.mark.long
 def test_undoing_in_the_order_of_doing_is_seen(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Journal, "__reversed__", lambda journal: iter(journal.rows))
     found, _ = carried_out(world, FAILING)
