@@ -407,7 +407,11 @@ class worker:  # noqa: N801 - reads as a verb where it is used
 
     def __exit__(self, *_: object) -> None:
         self._process.terminate()
-        self._process.wait(30)
+        try:
+            self._process.wait(30)
+        except subprocess.TimeoutExpired:
+            self._process.kill()  # as in `contenders.celery_side`: of a run that fails there may be much in hand
+            self._process.wait(30)
 
 
 if __name__ == "__main__":

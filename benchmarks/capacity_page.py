@@ -8,6 +8,8 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
+from idempotency.relay.relay import BATCH
+
 PAGE = Path(__file__).parent.parent / "docs" / "capacity.md"
 MEASURED = PAGE.with_suffix(".json")
 RATES = (1_000, 10_000, 100_000)
@@ -23,7 +25,6 @@ ASSUMED: dict[str, float] = {
     "pooler_transactions": 20_000,  # a second, of one PgBouncer
     "retention_hours": 72,  # retention_completed
 }
-BATCH = 200  # messages of a relay's pass
 Measured = Mapping[str, Any]
 _SERVERS = {"postgres": "Postgres", "redis": "Redis", "rabbitmq": "RabbitMQ"}
 _BLOCK = re.compile(r"(<!-- (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)

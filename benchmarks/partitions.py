@@ -21,7 +21,7 @@ from .backlog import COMPLETED
 from .scale import PASS, SERVICE, Beside, attempts, database, fill
 from .wal import written
 
-# How many partitions of before there are, beside the present one and those made ahead.
+# How many past partitions there are, beside the present one and those made ahead.
 MANY = (7, 30, 90)
 # Removed: a day's rows in each of so many partitions, which ended after the retention.
 DAYS = 7

@@ -39,7 +39,7 @@ from .round_trips import Connect, counted
 
 Run = Callable[[int], object]
 
-# Of the attempts whose CPU is measured. Those of a trace cost more, and are not; nor are the first.
+# Rounds in which CPU is measured; attempts that are profiled and counted, after them; attempts before all, to warm up.
 ROUNDS, TRACED, WARM = 12, 200, 50
 PYTHON = "Python"
 

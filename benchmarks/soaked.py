@@ -1,7 +1,7 @@
 """The application of `make soak`: a short task in all its ways, in both kinds of batches; nothing is kept for long.
 
-Of five operations four are postings, of which up to a hundred share a transaction; the fifth is claimed with up to
-twenty others and committed by itself, as what calls outside has to be.
+Of five operations four are postings, of which up to a hundred share a transaction; the fifth is claimed in batches of up to
+twenty, and committed by itself, as what calls outside has to be.
 """
 
 from __future__ import annotations

@@ -1,18 +1,18 @@
 """Many first attempts of one task, claimed by one statement; and, if they are to, run and completed in one transaction.
 
-    answers = claim_together(runtime, deliveries)
-    answers = run_together(runtime, deliveries, policy, body)
+    answers = claim_together(runtime, deliveries, tokens)
+    answers = run_together(runtime, deliveries, tokens, policy, body, ends_at)
 
 Claimed together are operations that have no record yet, and those that have been completed are answered; the caller runs
 each claim by `run`, in a transaction of its own. Only what is plain is run together: bodies that write to their session and
 return. For everything else (an error, an effect, a step, a duplicate, a lost lease, a commit without an answer) the answer
-is the token under which it is claimed, or may be, and the caller runs it alone by `run` with that token, which asks the
-record. So a body that shares a transaction may run up to three times for one attempt; what it wrote before is rolled back.
+is the claim, or the token under which there may be one, and the caller runs it alone by `run`, which asks the record where
+there is no claim. So a body that shares a transaction may run up to three times for one attempt; what it wrote before is
+rolled back.
 """
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -45,7 +45,7 @@ BatchBody = Callable[[int, "SharingAttempt"], Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class BatchAnswer:
     """What became of one delivery: it has ended (`outcome`), is claimed (`claim`), or has to ask its record under this token."""
 
     token: str
@@ -54,7 +54,7 @@ class Answer:
     completed: Completed | None = None
     # It is claimed, and the heartbeat renews this until it is run or given up.
     holding: Holding | None = None
-    # It may be claimed: the claiming statement had no answer, or the commit of a batch has not.
+    # The claiming statement, or the commit of the batch, had no answer: its record has to be asked.
     is_in_doubt: bool = False
 
     @property
@@ -77,8 +77,8 @@ def run_together(
     tokens: Sequence[str],
     policy: Policy,
     body: BatchBody,
-    ends_at: float = math.inf,
-) -> list[Answer]:
+    ends_at: float,
+) -> list[BatchAnswer]:
     """Claim, run and commit these deliveries of one task and tenant, with keys that differ; one answer for each.
 
     Each is claimed under its token. `ends_at`: by the monotonic clock; nothing is begun or committed after it. Raises what ends
@@ -89,6 +89,7 @@ def run_together(
     attempts: dict[int, SharingAttempt] = {}
     completed: dict[str, Completed] = {}
     places = {delivery.id.key: place for place, delivery in enumerate(deliveries)}
+    what, is_in_doubt, task = "batch_not_claimed", False, deliveries[0].id.task
 
     def hold(claim: Claimed) -> None:
         place = places[claim.id.key]
@@ -97,28 +98,33 @@ def run_together(
     try:
         if type(framework()) is Framework:  # a framework's own connection is in one session at a time
             completed = _claim_or_answer(runtime, deliveries, tokens, hold)
+            what = "batch_not_committed"
             done = _Batch(runtime, dict(sorted(attempts.items())), policy, body, ends_at).run()
+        else:
+            metrics.batches.labels(task, "alone").inc()
     except SoftTimeLimitExceeded:
         raise
     except Exception as error:
-        # Its COMMIT may have succeeded. The records know, and each delivery asks its own.
-        metrics.batches.labels(deliveries[0].id.task, "alone").inc()
-        log.warning("batch_not_committed", task=deliveries[0].id.task, many=len(attempts), error=describe(error))
+        is_in_doubt = True  # its COMMIT may have succeeded: the records know, and each delivery asks its own
+        metrics.batches.labels(task, "alone").inc()
+        log.warning(what, task=task, many=len(deliveries), error=describe(error))
     finally:
         for attempt in attempts.values():
             attempt.close()
-    answers = []
-    for place, (token, delivery) in enumerate(zip(tokens, deliveries, strict=True)):
-        answer = Answer(token, finished=done.get(place), completed=completed.get(delivery.id.key))
-        if answer.outcome is None:
-            # it runs alone, after those before it; if it does not, it is given back by its token
-            holding = _held(runtime, attempts[place].claim) if place in attempts else None
-            answer = Answer(token, holding=holding, is_in_doubt=True)
-        answers.append(answer)
-    return answers
+    return [
+        BatchAnswer(
+            token,
+            finished=done.get(place),
+            completed=completed.get(delivery.id.key),
+            # it runs alone, after those before it
+            holding=attempts[place].keep() if place in attempts and place not in done else None,
+            is_in_doubt=is_in_doubt,
+        )
+        for place, (token, delivery) in enumerate(zip(tokens, deliveries, strict=True))
+    ]
 
 
-def claim_together(runtime: Runtime, deliveries: Sequence[Delivery], tokens: Sequence[str]) -> list[Answer]:
+def claim_together(runtime: Runtime, deliveries: Sequence[Delivery], tokens: Sequence[str]) -> list[BatchAnswer]:
     """Claim these deliveries of one task and tenant, with keys that differ, to be run one after the other.
 
     The heartbeat renews the claims of those that wait. Raises as `run_together` does; whatever else goes wrong, claims that
@@ -130,17 +136,18 @@ def claim_together(runtime: Runtime, deliveries: Sequence[Delivery], tokens: Seq
     def hold(claim: Claimed) -> None:
         holdings[claim.id.key] = _held(runtime, claim)
 
-    how, is_in_doubt = "each", False
+    ran, is_in_doubt = "each", False
     try:
         completed = _claim_or_answer(runtime, deliveries, tokens, hold)
     except SoftTimeLimitExceeded:
         raise
     except Exception as error:
-        how, is_in_doubt = "alone", True
+        ran, is_in_doubt = "alone", True
         log.warning("batch_not_claimed", task=deliveries[0].id.task, many=len(deliveries), error=describe(error))
-    metrics.batches.labels(deliveries[0].id.task, how).inc()
+    if holdings or is_in_doubt:  # else nothing is left to run
+        metrics.batches.labels(deliveries[0].id.task, ran).inc()
     return [
-        Answer(
+        BatchAnswer(
             token,
             completed=completed.get(delivery.id.key),
             holding=(holding := holdings.get(delivery.id.key)),
@@ -245,7 +252,7 @@ class _Batch:
                 written = {
                     place: result
                     for place, attempt in self._attempts.items()
-                    if (result := self._stays(connection, place, attempt, savepoint=savepoints)) is not None
+                    if (result := self._run_one(connection, place, attempt, savepoint=savepoints)) is not None
                 }
             if not written:
                 return {}
@@ -255,10 +262,10 @@ class _Batch:
         metrics.completed.labels(id.task).inc(len(written))
         return {place: Finished(self._attempts[place].claim, result) for place, (result, _) in written.items()}
 
-    def _stays(
+    def _run_one(
         self, connection: Connection, place: int, attempt: SharingAttempt, *, savepoint: bool
     ) -> tuple[Any, str] | None:
-        """Run a body. Returns its result, also as text; None: it cannot stay, and nothing of it does."""
+        """Run a body behind what the others wrote. Returns its result, also as text; None: it cannot stay, and nothing of it does."""
         self._check_time()
         try:
             body = partial(self._body, place)

@@ -17,13 +17,13 @@ from ..store.answers import Claimed, claim_of
 from ..store.statements import describe, is_outage
 from ..wire.delivery import Delivery
 from .attempt import Attempt
-from .batch import Answer
+from .batch import BatchAnswer
 from .claim import at_once
 from .policy import Policy
 from .runtime import Runtime
 
 
-def give_back(runtime: Runtime, waiting: Sequence[tuple[Delivery, Answer]], policy: Policy) -> None:
+def give_back(runtime: Runtime, waiting: Sequence[tuple[Delivery, BatchAnswer]], policy: Policy) -> None:
     """Give back claims of one task under which nothing has run, and do not count them: their messages come again.
 
     Together by their tokens; if that is refused, each by itself. While Postgres is away they are left to their leases.
@@ -35,13 +35,14 @@ def give_back(runtime: Runtime, waiting: Sequence[tuple[Delivery, Answer]], poli
             # once more over another connection: this one may have been idle for as long as a body ran
             at_once(partial(_give_back_together, runtime, members))
         except (DBAPIError, PoolTimeout) as error:
-            id = members[0][0].id
-            log.warning("claims_not_given_back", task=id.task, many=len(members), error=describe(error))
-            if _is_away(error) or not _give_back_each(runtime, members, policy):
-                return
+            if not _is_away(error) and _give_back_each(runtime, members, policy):
+                continue  # which has told of each that could not be
+            task = members[0][0].id.task
+            log.warning("claims_not_given_back", task=task, many=len(members), error=describe(error))
+            return
 
 
-def _give_back_together(runtime: Runtime, members: Sequence[tuple[Delivery, Answer]]) -> None:
+def _give_back_together(runtime: Runtime, members: Sequence[tuple[Delivery, BatchAnswer]]) -> None:
     id = members[0][0].id
     with runtime.autocommit(id.tenant) as connection:
         released = ends.give_back(
@@ -55,7 +56,7 @@ def _give_back_together(runtime: Runtime, members: Sequence[tuple[Delivery, Answ
             runtime.hints.drop(delivery.id, answer.token, delivery.fingerprint)
 
 
-def _give_back_each(runtime: Runtime, members: Sequence[tuple[Delivery, Answer]], policy: Policy) -> bool:
+def _give_back_each(runtime: Runtime, members: Sequence[tuple[Delivery, BatchAnswer]], policy: Policy) -> bool:
     """Returns whether Postgres has answered for each."""
     for delivery, answer in members:
         try:

@@ -25,7 +25,7 @@ class Holding:
     lease: float
     since: float = field(init=False)
     renewed_at: float = field(init=False)
-    # what the longest run is counted from; of a claim that waits behind others, the end of the body before
+    # what the longest run is counted from; of a claim that waits in a batch, moved on between bodies, once a second at most
     begun_at: float = field(init=False)
     taken: bool = False
 

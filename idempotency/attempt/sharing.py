@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,6 +12,7 @@ from sqlalchemy import Connection
 from ..errors import IdempotencyError
 from ..store.connections import act_for
 from .attempt import Attempt
+from .heartbeat import Holding
 from .runtime import Runtime
 from .session import BETWEEN, LEADING, sessions_of
 
@@ -44,6 +46,12 @@ class SharingAttempt(Attempt):
     is_about_others = False
     # Its span, which is noted with its end.
     trace: str | None = None
+
+    def keep(self) -> Holding:
+        """Have the heartbeat renew its claim until the body runs alone, for which the longest run begins anew."""
+        self._holding.begun_at = time.monotonic()
+        self.runtime.heartbeat.hold(self._holding)
+        return self._holding
 
     def check_may_begin(self) -> None:
         self.leave()

@@ -1,4 +1,4 @@
-"""Claiming many new operations of a task in one statement, and completing them in one."""
+"""Many operations of a task in one statement: claimed, completed under their claims, or completed without one, as a stream does."""
 
 from __future__ import annotations
 
@@ -16,46 +16,45 @@ from .inserting import CONFLICT, KEYS_AT_ONCE, LOCKED, fitting, is_partitioned, 
 from .record import idle_ms
 from .statements import execute
 
+# In a plain table, and in partitions, where the locks of keys come first. What is locked is asked about alone: a batch that waited
+# would hold its locks meanwhile, for as long as an `on_failed` takes perhaps.
+_PLAIN = {"free": "", "source": "given", "conflict": f"\n{CONFLICT} DO NOTHING"}
+_PARTITIONS = {
+    "free": f"""
+), free AS MATERIALIZED (
+    SELECT * FROM given
+    WHERE set_config('idempotency.keys_locked', '{LOCKED}', true) = '{LOCKED}'
+      AND pg_try_advisory_xact_lock({lock_of("%(tenant)s", "%(task)s", "key")})""",
+    "source": "free",
+    "conflict": "",
+}
+
 # Only what has no record yet. Everything else has an answer that takes a look of its own, which `claims.claim` takes.
-_CLAIM_NEW = """
+_CLAIM_NEW_WITH = """
 WITH given AS MATERIALIZED (
     SELECT * FROM unnest(%(keys)b::text[], %(tokens)b::text[], %(fingerprints)b::text[], %(messages)b::text[],
                          %(queues)b::text[], %(signed)b::float8[])
-        AS g(key, token, fingerprint, message, queue, signed_at)
+        AS g(key, token, fingerprint, message, queue, signed_at){free}
 )
 INSERT INTO idempotency.records
     (tenant, task, key, status, fence, token, locked_until, locked_by, fingerprint, message, queue, service)
 SELECT %(tenant)s, %(task)s, key, 'started', pg_catalog.nextval('idempotency.fence'), token,
        clock_timestamp() + make_interval(secs => %(lease)s), %(holder)s, fingerprint, message, queue, %(service)s
-FROM given
+FROM {source}
 -- an older message may be a copy whose operation is purged: it is asked about alone
 WHERE (to_timestamp(signed_at) < clock_timestamp() - make_interval(secs => %(horizon)s)) IS NOT TRUE
 -- in one order everywhere: two batches with the same keys would otherwise wait for each other
-ORDER BY key
-ON CONFLICT (tenant, task, key) DO NOTHING
+ORDER BY key{conflict}
 RETURNING key, fence, token, attempts, generation, fingerprint,
     -- nothing is acknowledged because of it, as with a single claim that is new
     set_config('synchronous_commit', 'off', true)
 """
-# There the locks of keys come first. What is locked is asked about alone: a batch that waited would hold its locks meanwhile, for
-# as long as an `on_failed` takes perhaps.
-_FREE = f"""
-), free AS MATERIALIZED (
-    SELECT * FROM given
-    WHERE set_config('idempotency.keys_locked', '{LOCKED}', true) = '{LOCKED}'
-      AND pg_try_advisory_xact_lock({lock_of("%(tenant)s", "%(task)s", "key")})
-)
-INSERT"""
-_CLAIM_NEW_IN_PARTITIONS = (
-    _CLAIM_NEW.replace(f"{CONFLICT} DO NOTHING\n", "")
-    .replace("\n)\nINSERT", _FREE)
-    .replace("FROM given\n-- an older", "FROM free\n-- an older")
-)
+_CLAIM_NEW, _CLAIM_NEW_IN_PARTITIONS = (_CLAIM_NEW_WITH.format(**each) for each in (_PLAIN, _PARTITIONS))
 
 # What there is of operations already, and what a single claim would answer for those that have been completed, by the record alone.
 # OFFSET 0, because by the conditions together a plan that is made while the table is small reads all that the application has
 # completed.
-_THERE = """
+_RECORDS_OF = """
 WITH given AS MATERIALIZED (
     SELECT * FROM unnest(%(keys)b::text[], %(fingerprints)b::text[]) AS g(key, fingerprint)
 )
@@ -64,18 +63,18 @@ SELECT given.key, {} FROM given CROSS JOIN LATERAL (
     WHERE r.tenant = %(tenant)s AND r.task = %(task)s AND r.key = given.key OFFSET 0
 ) known
 """
-_IS_DONE = "known.status = 'completed' AND known.service = %(service)s AND known.fingerprint = given.fingerprint"
-_COMPLETED = _THERE.format("known.result") + f"WHERE {_IS_DONE}"
+_IS_COMPLETED = "known.status = 'completed' AND known.service = %(service)s AND known.fingerprint = given.fingerprint"
+_COMPLETED = _RECORDS_OF.format("known.result") + f"WHERE {_IS_COMPLETED}"
 _UNDER_TOKENS = (
-    _THERE.format("known.fence, known.token, known.attempts, known.generation, known.fingerprint")
+    _RECORDS_OF.format("known.fence, known.token, known.attempts, known.generation, known.fingerprint")
     + "WHERE known.status = 'started' AND known.token = ANY(%(tokens)b::text[])"
 )
-_KNOWN = _THERE.format(f"{_IS_DONE} AS is_done")
+_KNOWN = _RECORDS_OF.format(f"{_IS_COMPLETED} AS is_completed")
 
 # Of operations that no one has claimed: what they are known by is committed with what they have done, in one version of the row.
-_COMPLETE_NEW = """
+_COMPLETE_NEW_WITH = """
 WITH given AS MATERIALIZED (
-    SELECT * FROM unnest(%(keys)b::text[], %(fingerprints)b::text[], %(results)b::text[]) AS g(key, fingerprint, result)
+    SELECT * FROM unnest(%(keys)b::text[], %(fingerprints)b::text[], %(results)b::text[]) AS g(key, fingerprint, result){free}
 )
 INSERT INTO idempotency.records
     (tenant, task, key, status, fence, locked_by, fingerprint, message, queue, service, result, response_code, created_at,
@@ -84,17 +83,12 @@ SELECT %(tenant)s, %(task)s, key, 'completed', pg_catalog.nextval('idempotency.f
        %(service)s, result, %(response_code)s,
        now(), now(),  -- when their transaction began, and not after their end
        clock_timestamp(), clock_timestamp() + make_interval(secs => %(retention)s)
-FROM given
+FROM {source}
 -- in one order everywhere, as when they are claimed
-ORDER BY key
-ON CONFLICT (tenant, task, key) DO NOTHING
+ORDER BY key{conflict}
 RETURNING key
 """
-_COMPLETE_NEW_IN_PARTITIONS = (
-    _COMPLETE_NEW.replace(f"{CONFLICT} DO NOTHING\n", "")
-    .replace("\n)\nINSERT", _FREE)
-    .replace("FROM given\n-- in one", "FROM free\n-- in one")
-)
+_COMPLETE_NEW, _COMPLETE_NEW_IN_PARTITIONS = (_COMPLETE_NEW_WITH.format(**each) for each in (_PLAIN, _PARTITIONS))
 
 # As of a single end: a holder that freezes before COMMIT is disconnected within half a lease, and the commit is flushed. The
 # rows are found by their keys, however small the table was when the plan was made.
@@ -253,7 +247,7 @@ def known(connection: Connection, deliveries: Sequence[Delivery], *, service: st
         _KNOWN,
         _named(deliveries, service),
     ).fetchall()
-    return {row.key: bool(row.is_done) for row in rows}
+    return {row.key: bool(row.is_completed) for row in rows}
 
 
 def complete_new(

@@ -9,7 +9,7 @@ from ..errors import SettingsError, UnsupportedControl
 from .options import name_of
 
 _COMMIT = "its record and its effects are not one commit"
-_BATCH = "a batch is one transaction"
+_BATCH = "a batch is claimed by one statement in Postgres"
 _NO_EFFECT = "no effect is recorded"
 _NO_OUTBOX = "it has no outbox"
 # Options of the decorator, and why there are none.

@@ -2,10 +2,10 @@
 
     @app.task(base=IdempotentTask, key="{entry_id}", batch=100)
 
-Gathered is what Celery would send to the pool now, so events, revokes, rate limits and countdowns are Celery's own. The job
+Gathered is what Celery would send to the pool now, so events and revokes are Celery's own. What has an `eta`, or a task with a
+`rate_limit`, goes to the pool by Celery's own timers and buckets, past this: each of its messages is a job by itself. The job
 returns for each message what Celery's trace of it has returned, and each is acknowledged by that. A message that comes
-again never joins a batch, nor does a later attempt: whatever killed the process of its first delivery kills that of a
-single message then.
+again never joins a batch, nor does a later attempt: one that kills its process takes others with it once at most.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from .task import IdempotentTask
 
 
-# Of messages that the broker does not mark as redelivered, and whose operation has had an attempt. Most of what is sent again because
-# the broker lost it (`resend`) has not.
+# Origins of messages whose operation has had an attempt. A relay sends each as a new message, which the broker does not mark as
+# redelivered. Not `resend`: most of what the broker has lost has had none.
 LATER = frozenset(("retry", "recover", "replay"))
 
 
@@ -38,7 +38,8 @@ def strategy(task: IdempotentTask[..., Any], app: Any, consumer: Any, **options:
     """Celery's strategy for a task's messages, with one difference: what it would send to the pool is gathered first."""
     # every process of the pool can then have a whole batch, and the next one waits here
     processes = getattr(consumer.pool, "num_processes", 1) or 1
-    consumer.initial_prefetch_count = max(consumer.initial_prefetch_count, task.batch * (processes + 1))
+    if consumer.initial_prefetch_count:  # 0: the worker takes as many as there are
+        consumer.initial_prefetch_count = max(consumer.initial_prefetch_count, task.batch * (processes + 1))
     handler: Callable[..., Any] = default(task, app, _Gathering(task, consumer), **options)
     return handler
 
@@ -59,10 +60,7 @@ class _Gathering:
         return getattr(self._consumer, name)
 
     def on_task_request(self, request: Any) -> None:
-        came_before = (request.delivery_info or {}).get("redelivered") or request.request_dict.get(
-            ORIGIN_HEADER
-        ) in LATER
-        if came_before or any(request.time_limits):
+        if not _may_join(request):
             self._consumer.on_task_request(request)
             return
         job = self._job
@@ -71,6 +69,12 @@ class _Gathering:
             self._consumer.timer.call_after(self._task.batch_wait, job.stand_in_line, (self._consumer,))
         if job.is_full:
             job.stand_in_line(self._consumer)
+
+
+def _may_join(request: Any) -> bool:
+    """Whether it is a first delivery, as far as the main process can tell, without a time limit of its own."""
+    is_redelivered = bool((request.delivery_info or {}).get("redelivered"))
+    return not is_redelivered and request.request_dict.get(ORIGIN_HEADER) not in LATER and not any(request.time_limits)
 
 
 class _Job:

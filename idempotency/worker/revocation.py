@@ -66,7 +66,7 @@ class Request(KeyedRequest):
         return super().on_failure(exc_info, *args, **kwargs)
 
     def _announce_cancelled(self, *args: Any, **options: Any) -> None:
-        """When the connection is lost. Of a batch no retry is announced: one message has ended before the other, and each comes back."""
+        """When the connection is lost. Of a batch no retry is announced: its operation may have ended, and its message comes back."""
         if not self.is_in_batch:
             super()._announce_cancelled(*args, **options)
             return

@@ -57,7 +57,6 @@ from ..store.statements import describe, leave_out_values
 from ..wire.delivery import Delivery
 from ..wire.headers import DUE_HEADER, GENERATION_HEADER
 from . import following, hooks, parking
-from .batch import budget_of, claimed_for, note_begun, note_end, note_interrupted, prepared_for
 from .censored import hide_secrets
 from .control import ControlledTask, is_replacement
 from .deliveries import (
@@ -72,6 +71,7 @@ from .deliveries import (
 )
 from .errbacks import run_as_errback
 from .options import check_batch, check_values
+from .prepared import budget_of, claimed_for, note_begun, note_end, note_interrupted, prepared_for
 from .retrying import again, told_to_celery
 from .using import P
 from .waiting import Waiting

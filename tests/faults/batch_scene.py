@@ -42,7 +42,7 @@ class BatchScene(Scene):
         self.held(phase)
         assert {row.status for row in self.records()} <= {"started", "completed"}, "all three are claimed"
         self._claimed_as = {row.key: row.fence for row in self.records()}
-        eventually(lambda: len(self._active()) == MANY, timeout=PATIENCE, what="the worker knows all three")
+        eventually(lambda: len(self.active()) == MANY, timeout=PATIENCE, what="the worker knows all three")
         if postgres is not None:
             postgres.black_hole("replies")
             self.let_go(phase)

@@ -164,7 +164,7 @@ class Scene:
         # Its child is faster: a worker that loses its broker now would not end this attempt, because it does not know of it yet. What it
         # knows may be the attempt before, whose end it has not read: that is gone when it is asked again.
         eventually(
-            lambda: (known := self._active()) and known == self._active(), timeout=PATIENCE, what="the worker knows it"
+            lambda: (known := self.active()) and known == self.active(), timeout=PATIENCE, what="the worker knows it"
         )
         if phase == "P5":
             assert postgres is not None, "P5 needs the proxy before Postgres"
@@ -172,7 +172,7 @@ class Scene:
             self.let_go(phase)
             eventually(lambda: self.status() == "completed", timeout=PATIENCE, what="committed, reply swallowed")
 
-    def _active(self) -> list[str]:
+    def active(self) -> list[str]:
         """The ids of the messages that workers know to be running."""
         found = self.app.control.inspect(timeout=5, limit=1).active() or {}
         return [each["id"] for some in found.values() for each in some]

@@ -136,7 +136,7 @@ def test_a_batch_goes_on_after_postgres_was_killed(
     scene.let_go(phase)
     postgres.start()
     eventually(scene.all_completed, timeout=PATIENCE, what="all three completed")
-    eventually(lambda: scene.messages() == 0 and not scene._active(), timeout=PATIENCE, what="acknowledged")
+    eventually(lambda: scene.messages() == 0 and not scene.active(), timeout=PATIENCE, what="acknowledged")
     see(scene, cell)
 
 

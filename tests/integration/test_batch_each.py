@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from celery import Celery
 from sqlalchemy import Engine, text
+from sqlalchemy.exc import OperationalError
 
 from benchmarks.round_trips import counted
 from idempotency import IdempotentTask
@@ -209,8 +210,13 @@ def lose_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_an_answer_to_the_claims_each_claims_alone(
     bank: Celery, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also if they were committed: under the same tokens they are claimed again, as the same attempts."""
+    """Also if they were committed, and cannot be looked up: under the same tokens they are claimed again, as the same attempts."""
     lose_the_answer(monkeypatch)
+
+    def away(*args: Any, **options: Any) -> Any:
+        raise OperationalError("SELECT", {}, ConnectionError("away"))
+
+    monkeypatch.setattr(batches, "claimed", away)
     task = each(bank, put_one)
     run(bank, task, *many(bank, task))
     assert accounts(engine) == {"e0": [1], "e1": [1], "e2": [1]}

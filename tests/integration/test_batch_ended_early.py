@@ -7,7 +7,6 @@ import signal
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from celery.concurrency.thread import TaskPool as Threads
 from sqlalchemy import Engine, text
 
 from idempotency import IdempotentTask, OperationBusy
-from idempotency.attempt.batch import Answer
+from idempotency.attempt.batch import BatchAnswer
 from idempotency.attempt.giving_back import give_back
 from idempotency.attempt.policy import Policy
 from idempotency.attempt.runtime import Runtime
@@ -56,7 +55,7 @@ def test_an_exit_that_comes_while_claims_are_given_back_leaves_none(
         put(self, account)
         waiting.note_shutdown()  # told to stop, warm
 
-    def interrupted(runtime: Runtime, given: Sequence[tuple[Delivery, Answer]], policy: Policy) -> None:
+    def interrupted(runtime: Runtime, given: Sequence[tuple[Delivery, BatchAnswer]], policy: Policy) -> None:
         calls.append(len(given))
         if len(calls) == 1:
             raise SystemExit(0)  # as the handler of SIGTERM raises it
@@ -65,7 +64,7 @@ def test_an_exit_that_comes_while_claims_are_given_back_leaves_none(
     monkeypatch.setattr(batch, "give_back", interrupted)
     task = make_task(bank, body, key="{account}", batch=10, max_attempts=1, batch_commit="each")
     try:
-        with suppress(SystemExit):
+        with pytest.raises(SystemExit):
             run(bank, task, *many(bank, task, 4))
     finally:
         waiting.note_start()

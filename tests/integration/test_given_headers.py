@@ -19,7 +19,7 @@ from idempotency.letters.examine import examine
 from idempotency.queues import dead_letter_queues
 from idempotency.relay.relay import Relay
 from idempotency.wire.headers import MISPLACED, refused_headers
-from idempotency.worker.batch import BUDGET, PREPARED
+from idempotency.worker.prepared import BUDGET, PREPARED
 from tests.support import bank as b
 from tests.support import queues
 from tests.support.processes import Processes, eventually
