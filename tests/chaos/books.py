@@ -320,8 +320,8 @@ def whereabouts(books: Books) -> tuple[Counter[str], list[Id]]:
             found["dead"] += 1
         else:
             nowhere.append(id)
-    # what was only sent, and not begun yet, is a message in some queue: it cannot be told which
-    in_queues = min(len(nowhere), sum(books.evidence.queues.values()))
+    # what was only sent, and not begun yet, is a message in some queue: it cannot be told which; once all had its time, it is lost
+    in_queues = 0 if books.evidence.drained else min(len(nowhere), sum(books.evidence.queues.values()))
     found["queued"] += in_queues
     return found, nowhere[in_queues:]
 

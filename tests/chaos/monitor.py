@@ -5,7 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
+
+from idempotency.store.statements import READ_ONLY, sqlstate
 from tests.chaos.evidence import Violation
 
 # Of a log: enough for a traceback.
@@ -63,6 +68,24 @@ KNOWN: Sequence[Known] = (
         "another one; nothing was acknowledged for it, and the broker hands out again what the worker held",
     ),
 )
+
+
+# Of Postgres, where it is no outage: a deadlock or a conflict, a lock that was not free in time, a statement that was cancelled.
+TRY_AGAIN = ("40", "55P03", "57014")
+AWAY = ("08", "53", "57P", READ_ONLY)
+
+
+def is_of_the_storm(error: Exception) -> bool:
+    """Whether faults explain that somebody has no answer from Postgres, or is to try again. Anything else is a finding."""
+    if isinstance(error, PoolTimeout):
+        return True
+    return isinstance(error, DBAPIError) and ((state := sqlstate(error)) is None or state.startswith(AWAY + TRY_AGAIN))
+
+
+def memory_kills() -> int:
+    """How many processes the kernel of this machine has killed for want of memory since it was started."""
+    counters = dict(line.split() for line in Path("/proc/vmstat").read_text().splitlines())
+    return int(counters.get("oom_kill", 0))
 
 
 def last_words(log: str) -> tuple[str, ...]:

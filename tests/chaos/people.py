@@ -29,10 +29,12 @@ from idempotency.operate.people import Person
 from idempotency.operate.release import release
 from idempotency.operate.replay import replay
 from idempotency.operate.resolve import resolve_effect
+from idempotency.store.statements import describe
 from idempotency.wire.keys import OperationId
 from idempotency.wire.message import Message
 from tests.chaos import provider
 from tests.chaos.evidence import EDGE
+from tests.chaos.monitor import is_of_the_storm
 
 # A command every so many seconds.
 PAUSE = 0.25
@@ -100,12 +102,15 @@ class People:
             name = self._chance.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
             try:
                 commands[name]()
-            except (DBAPIError, PoolTimeout, httpx.HTTPError, AMQPError, BrokerError, OSError):
+            except (httpx.HTTPError, AMQPError, BrokerError, OSError):
                 self.refused["no answer"] += 1
             except OperationNotFound:
                 self.refused[name] += 1  # purged since it was chosen
-            except Exception as error:  # a finding: a command either changes or refuses
-                self.surprises.append(f"{name}: {type(error).__name__}: {error}")
+            except Exception as error:
+                if is_of_the_storm(error):
+                    self.refused["no answer"] += 1
+                else:  # a finding: a command either changes or refuses
+                    self.surprises.append(f"{name}: {describe(error)}")
 
     # ------------------------------------------------------------ commands
 

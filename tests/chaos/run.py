@@ -37,7 +37,7 @@ from tests.chaos.expected import expected
 from tests.chaos.faults import FAULTS
 from tests.chaos.fleet import EDGE, Fleet
 from tests.chaos.ledgers import Change
-from tests.chaos.monitor import unexplained
+from tests.chaos.monitor import memory_kills, unexplained
 from tests.chaos.people import WEIGHTS as COMMANDS
 from tests.chaos.people import People
 from tests.chaos.place import Place, alone, clustered
@@ -253,6 +253,7 @@ class _Stage:
         stack.callback(self.requests.give_up)
         self.people = People(application.app, seed=options.seed, url=self.provider.url)
         self.open = 0
+        self._killed_before = memory_kills()
 
     # ------------------------------------------------------------ the storm
 
@@ -367,7 +368,7 @@ class _Stage:
     # ------------------------------------------------------------ the verdict
 
     def check(self, open_work: Sequence[str]) -> Findings:
-        """Read the ledgers; nothing is running any more. `open_work` is what did not come to an end in its time."""
+        """Read the ledgers; nothing is running any more. `open_work` is what did not come to an end in its time: each a violation."""
         accepted = submitted(self.engine)
         # a refused request has left no row that accepts it, and one that was never answered may have no record
         asked = [
@@ -400,7 +401,18 @@ class _Stage:
         ]
         of_shop, self.shop_struck = self.shop.check()
         believed = [Violation("forged", "a message", what) for what in self.scene.believed]
-        more = (*believed, *gone, *kept, *announcements(self.engine, accepted), *self.requests.violations, *of_shop)
+        stuck = [Violation("I2", "a run", f"not over in its time: {what}") for what in open_work]
+        refused = [Violation("traffic", "a submission", what) for what in self.traffic.tally.refused]
+        more = (
+            *believed,
+            *stuck,
+            *refused,
+            *gone,
+            *kept,
+            *announcements(self.engine, accepted),
+            *self.requests.violations,
+            *of_shop,
+        )
         # accepted, by what its submitter was told, and in no ledger that is left
         counts = findings.counts
         counts = replace(counts, accepted=counts.accepted + len(gone), lost=counts.lost + len(gone))
@@ -417,6 +429,8 @@ class _Stage:
         struck = self._struck(findings.changes, counters) | self.shop_struck
         problems = unproved(self.options.seconds, inflicted, findings.counts, struck, self.options.kinds)
         tally = self.traffic.tally
+        if killed := memory_kills() - self._killed_before:
+            problems.append(f"the kernel has killed {killed} processes for want of memory")
         if tally.copies < len(tally.certain):
             problems.append(f"only {tally.copies} copies of {len(tally.certain)} messages")
         report = Report(

@@ -12,6 +12,7 @@ import queue
 import random
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
@@ -21,14 +22,15 @@ from typing import Any
 from amqp.exceptions import AMQPError
 from kombu.exceptions import OperationalError as BrokerError
 from sqlalchemy import Engine, text
-from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session
 
 from idempotency.application import runtime_of
+from idempotency.store.statements import describe
 from idempotency.wire.headers import SIGNATURE_HEADER
 from idempotency.wire.message import Message
 from idempotency.wire.signing import sign
 from tests.chaos import application
+from tests.chaos.monitor import is_of_the_storm
 
 TENANTS = ("red", "blue")
 # Copies of each message besides the one from the outbox.
@@ -77,10 +79,14 @@ class Tally:
 
     committed: int = 0
     unknown: int = 0
+    # what was committed, by kind
+    kinds: Counter[str] = field(default_factory=Counter)
     copies: int = 0
     unsent: int = 0
     # copies that every worker must reject
     rejected: int = 0
+    # submissions that no fault explains the refusal of
+    refused: list[str] = field(default_factory=list)
     # (tenant, operation, key) of what was certainly committed
     certain: list[tuple[str, str, str]] = field(default_factory=list)
 
@@ -152,11 +158,14 @@ class Traffic:
                         self._tell(session, tenant, number, amount, certain, copies)
                     else:
                         self._enqueue(session, kind, tenant, number, amount, certain, copies)
-        except DBAPIError:
-            # Perhaps committed: the answer may be what was lost.
-            self.tally.unknown += 1
+        except Exception as error:
+            if is_of_the_storm(error):
+                self.tally.unknown += 1  # perhaps committed: the answer may be what was lost
+            else:
+                self.tally.refused.append(f"{kind}: {describe(error)}")
             return
         self.tally.committed += 1
+        self.tally.kinds[kind] += 1
         self.tally.certain += certain
         for copy in copies * COPIES:
             try:

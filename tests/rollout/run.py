@@ -99,6 +99,8 @@ class Result:
     # attempts that failed because of the bad release
     broken: int = 0
     parts: Sequence[tuple[str, datetime]] = ()
+    # what nothing was accepted of
+    missing: Sequence[str] = ()
     logs: Path | None = None
 
     @property
@@ -111,6 +113,7 @@ class Result:
         """Why a run without a violation would prove nothing."""
         wanted = (f"{OLD}, older tables", f"{OLD}, newest tables", f"{NEW}, newest tables", f"{BACK}, newest tables")
         found = [f"nothing was ended by: {each}" for each in wanted if not self.ended[each]]
+        found += [f"nothing was accepted of: {each}" for each in self.missing]
         return found + ([] if self.broken else ["no attempt failed because of the bad release"])
 
     @property
@@ -220,6 +223,8 @@ class Rollout:
             rare={},
         )
         self.open = 0
+        # rows of operations and deliveries, and messages
+        self.left = (0, 0)
         self.parts: list[tuple[str, datetime]] = []
         # which release each process is of
         self._release: dict[int, str] = {}
@@ -310,11 +315,12 @@ class Rollout:
                 time.sleep(0.01)
 
     def wait_for_quiet(self) -> None:
-        """Return once all has ended twice in a row, or after its time."""
+        """Return once all has ended twice in a row, or after its time; `self.left` is how much is left then."""
         self.parts.append(("until quiet", datetime.now(UTC)))
         deadline, quiet = time.monotonic() + QUIET_WITHIN, 0
         while quiet < 2 and time.monotonic() < deadline:
-            quiet = quiet + 1 if not self._ask() and not messages_left(self.servers.broker_url) else 0
+            self.left = self._ask(), sum(messages_left(self.servers.broker_url).values())
+            quiet = 0 if any(self.left) else quiet + 1
             time.sleep(LOOK)
 
     # ------------------------------------------------------------ what is seen
@@ -369,7 +375,14 @@ class Rollout:
             *gone,
             *announcements(self.engine, accepted),
             *unexplained(self.fleet.ended_by_themselves),
+            # nothing is killed here, so that every submission has an answer
+            *(Violation("traffic", "a submission", what) for what in self.traffic.tally.refused),
         ]
+        if unknown := self.traffic.tally.unknown:
+            violations.append(Violation("traffic", "submissions", f"{unknown} without an answer"))
+        if any(self.left):
+            rows, messages = self.left
+            violations.append(Violation("I2", "a run", f"not over in its time: {rows} rows, {messages} messages"))
         with self.engine.connect() as connection:
             revision = schema.current_revision(connection)
         if revision != releases.revision_of(releases.ROOT):
@@ -388,6 +401,7 @@ class Rollout:
                 for change in findings.changes
             ),
             parts=self.parts,
+            missing=[kind for kind in KINDS if not self.traffic.tally.kinds[kind]],
         )
 
     def _ended(self, found: Sequence[Wait]) -> Counter[str]:
