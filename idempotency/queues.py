@@ -12,6 +12,7 @@ from typing import Any
 
 from amqp import Channel
 from amqp.exceptions import AccessRefused, NotFound, PreconditionFailed
+from celery import Celery
 from kombu import Exchange, Queue
 
 # A topic exchange, because Celery's native delayed delivery does not work with a direct one.
@@ -24,6 +25,15 @@ DELIVERY_LIMIT = 20
 # A dead-letter queue drops what exceeds its limit, which is 20 by default since RabbitMQ 4.0. -1 means no limit, but 3.x
 # refuses it; this many deliveries take thirty years at one a second, and work the same before and after an upgrade.
 DEAD_LETTER_DELIVERY_LIMIT = 1_000_000_000
+
+
+def queue_of(app: Celery, name: str, given: str | None = None) -> str:
+    """The queue that messages of a task go to, by its name, unless a caller chooses another. Raises what the routes raise.
+
+    `given`: its own `queue` option.
+    """
+    queue = app.amqp.router.route({} if given is None else {"queue": given}, name)["queue"]
+    return str(queue.name if isinstance(queue, Queue) else queue)
 
 
 class QuorumQueue(Queue):

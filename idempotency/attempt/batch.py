@@ -14,6 +14,7 @@ rolled back.
 from __future__ import annotations
 
 import time
+from asyncio import CancelledError
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -272,7 +273,7 @@ class _Batch:
             return run_within(self._runtime, connection, attempt, body, savepoint=savepoint)
         except SoftTimeLimitExceeded:
             raise
-        except Exception as error:
+        except (Exception, CancelledError) as error:
             if not savepoint:
                 raise _NotAll from error
             if connection.invalidated or not connection.in_transaction() or attempt.has_spoilt:

@@ -92,6 +92,10 @@ class AttemptSession(Session):
             or any(listener is not _disown for listener in self.dispatch.after_transaction_end)
         )
 
+    def is_elsewhere(self, connection: Connection) -> bool:
+        """Whether it has begun on another connection than this one, by its binds or its class's `get_bind`."""
+        return self._owned is not None and self._owned is not connection
+
     def leaves_savepoints(self, connection: Connection) -> bool:
         """Whether a savepoint is there that is not this session's own, on the connection whose transaction it is inside of."""
         return connection.get_nested_transaction() is not (self._savepoint if self.in_transaction() else None)

@@ -109,6 +109,7 @@ def run_within(
             attempt.stopped
             or session.tells_of_commit
             or attempt.has_spoilt
+            or session.is_elsewhere(connection)
             or session.leaves_savepoints(connection)  # to which the next body could roll back
             or (session.has_begun_anew and not savepoint)  # what should be undone would be committed
             or not connection.in_transaction()

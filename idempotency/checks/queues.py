@@ -10,7 +10,7 @@ from celery import Celery
 from celery.exceptions import QueueNotFound
 from kombu import Connection, Queue
 
-from ..queues import DELIVERY_LIMIT, SHARED_DEAD_LETTERS, QuorumQueue, dead_letter_queues
+from ..queues import DELIVERY_LIMIT, SHARED_DEAD_LETTERS, QuorumQueue, dead_letter_queues, queue_of
 from ..settings import Settings
 from ..worker.task import IdempotentTask
 from .findings import Finding, ok, refusal, warning
@@ -30,7 +30,7 @@ def check_declared_queues(app: Celery, tasks: list[IdempotentTask], given: Setti
     used: dict[str, list[IdempotentTask]] = {}
     for task in tasks:
         try:
-            used.setdefault(_queue_of(app, task), []).append(task)
+            used.setdefault(queue_of(app, task.name, getattr(task, "queue", None)), []).append(task)
         except QueueNotFound:
             findings.append(
                 refusal(f"task {task.name}", "routed to a queue that is not in task_queues", "declare it there")
@@ -55,12 +55,6 @@ def check_declared_queues(app: Celery, tasks: list[IdempotentTask], given: Setti
         if name in used and not wrong:
             findings.append(_outage(queue, used[name], given))
     return findings
-
-
-def _queue_of(app: Celery, task: IdempotentTask) -> str:
-    given = getattr(task, "queue", None)
-    queue = app.amqp.router.route({} if given is None else {"queue": given}, task.name)["queue"]
-    return str(queue.name if isinstance(queue, Queue) else queue)
 
 
 def _declared(queue: Queue) -> list[Finding]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import ref
@@ -22,6 +21,7 @@ from celery.worker import state
 from celery.worker.strategy import default
 
 from ..observe.logs import log
+from ..queues import queue_of
 from ..wire.headers import ORIGIN_HEADER
 from .batch import Call, run_batch
 
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from .task import IdempotentTask
 
 
+# What RabbitMQ takes as a prefetch count.
+MOST_AHEAD = 65_535
 # Origins of messages whose operation has had an attempt. A relay sends each as a new message, which the broker does not mark as
 # redelivered. Not `resend`: most of what the broker has lost has had none.
 LATER = frozenset(("retry", "recover", "replay"))
@@ -38,10 +40,19 @@ def strategy(task: IdempotentTask[..., Any], app: Any, consumer: Any, **options:
     """Celery's strategy for a task's messages, with one difference: what it would send to the pool is gathered first."""
     # every process of the pool can then have a whole batch, and the next one waits here
     processes = getattr(consumer.pool, "num_processes", 1) or 1
-    if consumer.initial_prefetch_count:  # 0: the worker takes as many as there are
-        consumer.initial_prefetch_count = max(consumer.initial_prefetch_count, task.batch * (processes + 1))
+    if consumer.initial_prefetch_count and _is_consumed(app, task):  # 0: the worker takes as many as there are
+        wanted = min(task.batch * (processes + 1), MOST_AHEAD)
+        consumer.initial_prefetch_count = max(consumer.initial_prefetch_count, wanted)
     handler: Callable[..., Any] = default(task, app, _Gathering(task, consumer), **options)
     return handler
+
+
+def _is_consumed(app: Any, task: IdempotentTask[..., Any]) -> bool:
+    """Whether this worker takes messages from the queue that the task's usually go to."""
+    try:
+        return queue_of(app, task.name, getattr(task, "queue", None)) in app.amqp.queues.consume_from
+    except Exception:  # a route that wants arguments
+        return True
 
 
 class _Gathering:
@@ -60,21 +71,32 @@ class _Gathering:
         return getattr(self._consumer, name)
 
     def on_task_request(self, request: Any) -> None:
-        if not _may_join(request):
+        if not _may_join(self._task, request):
             self._consumer.on_task_request(request)
             return
         job = self._job
         if job is None or not job.join(request):
             self._job = job = _Job(self._task, [request], getattr(self._consumer, "controller", None))
-            self._consumer.timer.call_after(self._task.batch_wait, job.stand_in_line, (self._consumer,))
+            self._consumer.timer.call_after(self._task.batch_wait, _stand_in_line, (ref(job), self._consumer))
         if job.is_full:
             job.stand_in_line(self._consumer)
 
 
-def _may_join(request: Any) -> bool:
-    """Whether it is a first delivery, as far as the main process can tell, without a time limit of its own."""
-    is_redelivered = bool((request.delivery_info or {}).get("redelivered"))
-    return not is_redelivered and request.request_dict.get(ORIGIN_HEADER) not in LATER and not any(request.time_limits)
+def _may_join(task: IdempotentTask[..., Any], request: Any) -> bool:
+    """Whether it is a first delivery, as far as the main process can tell, without a time limit of its own.
+
+    Celery writes those of its task into each message.
+    """
+    if (request.delivery_info or {}).get("redelivered") or request.request_dict.get(ORIGIN_HEADER) in LATER:
+        return False
+    limits = zip(request.time_limits, (task.time_limit, task.soft_time_limit), strict=True)
+    return all(not limit or limit == of_task for limit, of_task in limits)
+
+
+def _stand_in_line(job: ref[_Job], consumer: Any) -> None:
+    """By a timer, which keeps no batch in memory that is over before."""
+    if (found := job()) is not None:
+        found.stand_in_line(consumer)
 
 
 class _Job:
@@ -160,8 +182,7 @@ class _Job:
                 request.on_success(traced)
             except Exception:
                 log.exception("batch_not_acknowledged", task=self._task.name, task_id=request.id)
-                with suppress(Exception):
-                    self._put_back(request)
+                self._put_back(request)
 
     def _on_timeout(self, soft: bool, timeout: float) -> None:
         log.warning("batch_time_limit", task=self._task.name, many=len(self._requests), soft=soft, seconds=timeout)
@@ -177,8 +198,12 @@ class _Job:
                 self._put_back(request)
 
     def _put_back(self, request: Any) -> None:
-        state.task_ready(request)
-        request.reject(requeue=True)
+        """One that cannot be, over a connection that is lost perhaps, keeps no other from its answer."""
+        try:
+            state.task_ready(request)
+            request.reject(requeue=True)
+        except Exception:
+            log.exception("batch_not_put_back", task=self._task.name, task_id=request.id)
 
 
 def _signalled(request: ref[Any], name: str, sent: set[int], pool: Any, signal: Any = None, **options: Any) -> None:

@@ -17,9 +17,12 @@ from billiard.exceptions import SoftTimeLimitExceeded
 from celery import Task
 from celery.states import STARTED
 
+from ..attempt.sharing import SharingAttempt
 from ..errors import SettingsError
 from ..observe.logs import log
 
+# The strategy of a task with batches, as Celery looks it up.
+BATCHING = "idempotency.worker.batching:strategy"
 # A shallow copy of these is enough.
 IMMUTABLE = frozenset((str, int, float, bool, bytes, type(None)))
 
@@ -32,7 +35,7 @@ def is_celerys_own(cls: type[Any]) -> bool:
 def check_class(cls: Any, base: Any) -> None:
     """Raise `SettingsError` for a task class of which `base` would not see every message, or not call every part."""
     for name in ("Strategy", "start_strategy"):
-        if getattr(cls, name) != getattr(Task, name):
+        if getattr(cls, name) not in (getattr(Task, name), BATCHING):
             raise SettingsError(
                 f"{cls.__name__}: defines its own {name}, as celery-batches' Batches does; that takes messages past the "
                 "claim, so they could be lost or run twice: use a plain task for it"
@@ -76,7 +79,8 @@ def run_in_attempt(task: Any) -> Any:
     Their arguments are a copy: what they change there is not what `on_failed` is told, nor what they get if they run again.
     """
     request = task.request
-    if task.tracks_attempts and not request.is_eager and not _ignores_result(task, request):
+    shares = isinstance(request.attempt, SharingAttempt)  # others' locks would wait for the result backend
+    if task.tracks_attempts and not request.is_eager and not shares and not _ignores_result(task, request):
         _store_started(task, request)
     sent = request.args, request.kwargs
     request.args, request.kwargs = _copied(sent[0]), _copied(sent[1])

@@ -6,7 +6,9 @@ It is noted in the dictionary that Celery makes the message's request from, wher
 from __future__ import annotations
 
 import secrets
+from asyncio import CancelledError
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
@@ -80,7 +82,7 @@ def note_end(request: Any, outcome: Outcome) -> None:
     if (budget := budget_of(request)) is not None:
         budget.is_spent = False
     error = getattr(outcome, "cause", None) or getattr(outcome, "error", None)
-    if isinstance(error, SoftTimeLimitExceeded) or not isinstance(error, Exception | None):
+    if isinstance(error, SoftTimeLimitExceeded) or not isinstance(error, Exception | CancelledError | None):
         note_interrupted(request)
 
 
@@ -166,17 +168,16 @@ def _run_members(
     ends_at: float,
 ) -> list[BatchAnswer]:
     """Run them in one transaction, and note what those that have ended there have left in their requests."""
-    contexts = [each.context for each in members]
-    before = [dict(vars(context)) for context in contexts]
+    before = [dict(vars(each.context)) for each in members]
     deliveries, tokens = [each.delivery for each in members], [each.answer.token for each in prepared]
-    spans, finished = BatchSpans(runtime, deliveries, partial(_run_body, task, contexts)), list[int]()
+    spans, finished = BatchSpans(runtime, deliveries, partial(_run_body, task, members, before)), list[int]()
     try:
         answers = run_together(runtime, deliveries, tokens, policy, spans.run, ends_at)
         finished = [place for place, answer in enumerate(answers) if answer.finished is not None]
     finally:
         spans.end(finished)
     for place in finished:
-        prepared[place].left = _left(before[place], vars(contexts[place]))
+        prepared[place].left = _left(before[place], vars(members[place].context))
     return answers
 
 
@@ -184,7 +185,7 @@ def _left(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]
     return {
         name: value
         for name, value in after.items()
-        if name not in SET_AS_A_BODY_BEGINS and (name not in before or before[name] is not value)
+        if name not in SET_AS_A_BODY_BEGINS and (name not in before or _is_changed(before[name], value))
     }
 
 
@@ -195,8 +196,23 @@ def _is_plain(task: IdempotentTask[..., Any], delivery: Delivery) -> bool:
     return not is_under_another(delivery)
 
 
-def _run_body(task: IdempotentTask[..., Any], contexts: Sequence[Context], place: int, attempt: Attempt) -> Any:
-    context = contexts[place]
+def _is_changed(before: Any, after: Any) -> bool:
+    return bool(before != after) if isinstance(after, list | dict) else before is not after
+
+
+def _run_body(
+    task: IdempotentTask[..., Any],
+    members: Sequence[_Member],
+    before: Sequence[Mapping[str, Any]],
+    place: int,
+    attempt: Attempt,
+) -> Any:
+    context = members[place].context
+    # as it came: what an earlier run has left in it, which was rolled back, is not there; nor do the runs share lists
+    vars(context).clear()
+    vars(context).update(
+        {name: copy(each) if isinstance(each, list | dict) else each for name, each in before[place].items()}
+    )
     task.request_stack.push(context)
     _task_stack.push(task)  # what `celery.current_task` reads
     try:

@@ -79,7 +79,6 @@ from .waiting import Waiting
 T = TypeVar("T")
 # A name and not an import, as in Celery: installation.py imports this module.
 INSTALL = "idempotency.installation:install"
-BATCHING = "idempotency.worker.batching:strategy"
 # Here, and not where a task is bound: `celery report` binds none.
 hide_secrets()
 # Another request has used the key.
@@ -147,8 +146,7 @@ class IdempotentTask(ControlledTask[P, R_co]):
         bound: Celery = super().bind(app)
         check_values(cls)  # from task_annotations
         check_batch(cls, of_batches)
-        if cls.batch > 1:
-            cls.Strategy = BATCHING
+        cls.Strategy = hooks.BATCHING if cls.batch > 1 else Task.Strategy
         hooks.move_into_attempt(cls, IdempotentTask)
         return bound
 

@@ -195,6 +195,28 @@ def test_a_payload_of_another_form_stops_no_other(bank: Celery, engine: Engine, 
     assert accounts(engine) == {"e0": [1], "e1": [1]} | ({"bad": [1]} if runs else {})
 
 
+def test_a_second_run_finds_the_request_as_it_came(bank: Celery, engine: Engine) -> None:
+    """What a run has left there was rolled back with what it wrote."""
+    found: list[bool] = []
+
+    def body(self: IdempotentTask, account: str) -> None:
+        if getattr(self.request, "posted", None) is None:
+            put(self, account)
+            self.request.posted = True
+        self.request.callbacks.append("added")
+        found.append(self.request.callbacks == ["added"])
+        self.request.callbacks.clear()
+        if account == "e3":
+            raise ValueError("bad")
+
+    task = batched(bank, body)
+    sent = [json.dumps([[f"e{n}"], {}, {"callbacks": []}]) for n in range(4)]
+    run(bank, task, *(message(bank, task, body=each) for each in sent))
+    assert states(engine) == {"e0": "completed", "e1": "completed", "e2": "completed", "e3": "failed"}
+    assert accounts(engine) == {"e0": [1], "e1": [1], "e2": [1]}
+    assert set(found) == {True}
+
+
 def test_what_is_too_old_by_the_databases_clock_joins_no_batch(bank: Celery, engine: Engine) -> None:
     """Whatever the worker's clock says: it may be a copy of an operation that is purged, and is asked about alone."""
     day = 86400.0

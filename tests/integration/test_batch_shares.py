@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from celery import Celery
-from sqlalchemy import BigInteger, Column, Engine, MetaData, Table, Text, event, insert, text
+from sqlalchemy import BigInteger, Column, Engine, MetaData, NullPool, Table, Text, create_engine, event, insert, text
 from sqlalchemy.orm import Session, sessionmaker
 
 from idempotency import IdempotentTask
@@ -24,6 +24,31 @@ def run_batch_of(app: Celery, body: Body, *names: str) -> None:
     """Run a batch of these."""
     task = batched(app, body)
     run(app, task, *(message(app, task, name) for name in names))
+
+
+class Elsewhere(Session):
+    """A session that writes to a connection of its own."""
+
+    def get_bind(self, *args: Any, clause: Any = None, **options: Any) -> Any:
+        return self.info["elsewhere"] if clause is not None else super().get_bind(*args, clause=clause, **options)
+
+
+def test_a_session_that_writes_elsewhere_commits_nothing_there(
+    configured: Celery, engine: Engine, database: str
+) -> None:
+    """What it wrote would be committed at the end of its body, and once more by the batch's second run."""
+    other = create_engine(database, poolclass=NullPool)
+    configured.conf.idempotency_session = sessionmaker(class_=Elsewhere, info={"elsewhere": other})
+    close_runtime(configured)
+
+    def body(self: IdempotentTask, account: str) -> None:
+        put(self, account)
+        if account == "bad":
+            raise ValueError("bad")
+
+    run_batch_of(configured, body, "e0", "bad", "e1")
+    assert states(engine) == dict.fromkeys(("e0", "bad", "e1"), "failed")
+    assert accounts(engine) == {}
 
 
 def test_no_body_rolls_back_to_a_savepoint_that_another_has_left(bank: Celery, engine: Engine) -> None:

@@ -16,6 +16,7 @@ from idempotency import IdempotentTask, PermanentError, SettingsError
 from idempotency.letters.consumer import DeadLetterConsumer
 from idempotency.operate.change import Change
 from idempotency.operate.replay import replay
+from idempotency.worker.hooks import BATCHING
 from tests.integration.bad_inputs.test_start import refusals
 from tests.support import hooked
 from tests.support import operations as op
@@ -277,6 +278,23 @@ def test_a_task_derived_from_a_registered_one_goes_through_both_calls(
 
 
 # ---------------------------------------------------------------- other ways around the claim
+
+
+def test_a_subclass_of_a_task_with_batches_may_have_none(bank: Celery) -> None:
+    class Posted(IdempotentTask):
+        name, key, batch = "test.posted", "{x}", 10
+
+        def run(self, x: str) -> None: ...
+
+    class Corrected(Posted):
+        name, batch = "test.corrected", 1
+
+    try:
+        posted, corrected = bank.register_task(Posted()), bank.register_task(Corrected())
+        assert (posted.Strategy, corrected.Strategy) == (BATCHING, Task.Strategy)
+    finally:
+        for name in ("test.posted", "test.corrected"):
+            bank.tasks.pop(name, None)
 
 
 def test_a_task_with_a_strategy_of_its_own_is_refused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from asyncio import CancelledError
 from collections.abc import Callable
 from typing import Any
 
@@ -65,6 +66,23 @@ def test_celery_is_told_of_a_failed_operation(bank: Celery, engine: Engine, kind
     assert isinstance(error, OperationFailed)
     assert error.code == kind.__name__
     assert states(engine) == {"e0": "failed"}
+
+
+@pytest.mark.parametrize("commit", ["each", "together"])
+def test_a_body_that_is_cancelled_from_within_costs_the_others_of_its_batch_nothing(
+    bank: Celery, engine: Engine, commit: str
+) -> None:
+    """As `asyncio.run` raises it, which is no `Exception`."""
+
+    def body(self: IdempotentTask, account: str) -> None:
+        put(self, account)
+        if account == "e0":
+            raise CancelledError
+
+    task = make_task(bank, body, key="{account}", batch=10, max_attempts=1, batch_commit=commit)
+    assert None not in run(bank, task, *many(bank, task, 3))
+    assert states(engine) == {"e0": "failed", "e1": "completed", "e2": "completed"}
+    assert accounts(engine) == {"e1": [1], "e2": [1]}
 
 
 @pytest.mark.long

@@ -16,13 +16,23 @@ from tests.support.bank import INSERT, app, record_failure
 __all__ = ["app"]
 
 BATCH = 20
+# Seconds, of a whole batch. Celery writes a task's limits into each of its messages.
+LIMIT = 300
 
 
 def call(*, idempotency_key: str) -> int:
     return 1
 
 
-@app.task(base=IdempotentTask, bind=True, key="{account}", on_failed=record_failure, batch=BATCH, batch_wait=1.0)
+@app.task(
+    base=IdempotentTask,
+    bind=True,
+    key="{account}",
+    on_failed=record_failure,
+    batch=BATCH,
+    batch_wait=1.0,
+    soft_time_limit=LIMIT,
+)
 def post_entry(self: IdempotentTask, account: str, how: str = "") -> Any:
     """One row, and then what `how` says."""
     return post(self, account, how)

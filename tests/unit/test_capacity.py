@@ -11,6 +11,7 @@ import pytest
 
 from benchmarks import capacity_page as page
 from benchmarks.capacity_waiting import GUESS_SHORT, OWED, ROOM, NoRoom, check_room, room_needed
+from idempotency.relay.relay import BATCH
 
 
 @pytest.fixture(scope="module")
@@ -65,9 +66,9 @@ def test_the_arithmetic_is_that_of_the_page() -> None:
     # a relay that waits for confirms longer than it computes
     slow = measured | {
         "waiting": [
-            {"relay": page.BATCH * 0.003, "is_whole": True},
-            {"relay": page.BATCH * 0.002, "is_whole": True},
-            {"relay": page.BATCH * 0.001, "is_whole": False},
+            {"relay": BATCH * 0.003, "is_whole": True},
+            {"relay": BATCH * 0.002, "is_whole": True},
+            {"relay": BATCH * 0.001, "is_whole": False},
         ]
     }
     assert page.carries(slow, "plain")["one relay"] == pytest.approx(300)
