@@ -5,8 +5,8 @@ effect, a failure, a second message; what has ended is purged a minute later. Ev
 The slope of each quantity over the last two thirds is printed with its standard error, in units per million operations.
 
 Exit status 1: one rises, which is a slope beyond three errors that would add more than a twentieth in that time; or an
-operation was lost or done twice. One that succeeds has one row; one that fails has a letter and no row. 2: so short a run
-shows nothing.
+operation was lost or done twice. One that succeeds has one row; one that fails has a letter with its code, and no row. Calls
+outside reach no server, and are not counted: `make chaos` counts those. 2: so short a run shows nothing.
 
 `CLUSTER=1`: through three RabbitMQ nodes, a Postgres with a standby and Redis behind Sentinel, of which one fails over every
 minute or so. Postgres keeps its count of dead rows in no standby: it begins anew with each promotion, with an ANALYZE.
@@ -81,7 +81,7 @@ class Soak:
         from .soaked import app
 
         self._engine, self._redis_url, self._app = engine, redis_url, app
-        # keys of operations that have failed for good, by their letters
+        # keys of operations that have failed as their bodies say, by their letters; another reason is another name
         self.failed: set[str] = set()
         command = [sys.executable, "-m", "celery", "-A", "benchmarks.soaked", "worker", "-Q", ",".join(QUEUES)]
         command += ["--concurrency", str(concurrency), "--loglevel", "ERROR", "--without-mingle", "--without-gossip"]
@@ -149,12 +149,13 @@ class Soak:
     def discard(self) -> None:
         """As people do with what has failed; open letters stay for good."""
 
+        from .soaked import REFUSED
+
         def discarded() -> None:
             with self._engine.connect() as connection:
                 for letter in dead_letters.list_letters(connection, limit=10_000):
-                    self.failed.add(
-                        letter.key
-                    )  # before: the answer of a discard may be lost, and the letter is not listed again
+                    # before: the answer of a discard may be lost, and the letter is not listed again
+                    self.failed.add(letter.key if letter.reason == REFUSED else f"{letter.key} by {letter.reason}")
                     discards.discard(connection, letter.id)
 
         _patiently(discarded)

@@ -17,6 +17,8 @@ __all__ = ["app"]
 # Seconds. A table is as large as what ends in this time, so it is flat after twice that time.
 KEPT = 60.0
 TOGETHER = 5
+# The code of those that fail.
+REFUSED = "soaked"
 # Of a hundred operations of each task, in this order; only what commits by itself calls outside.
 FAILED, RETRIED, OUTSIDE, TWICE = 1, 3, 5, 3
 
@@ -68,6 +70,6 @@ def _share(number: int) -> int:
 
 def _go_wrong(task: IdempotentTask, number: int) -> None:
     if is_failed(number):
-        raise PermanentError("not today", "soaked")
+        raise PermanentError("not today", REFUSED)
     if _share(number) < FAILED + RETRIED and task.request.retries == 0:
         raise ValueError("not yet")

@@ -14,7 +14,7 @@ from .answers import Claimed, Completed
 from .ends import RESPONSE_COMPLETED
 from .inserting import CONFLICT, KEYS_AT_ONCE, LOCKED, fitting, is_partitioned, lock_of
 from .record import idle_ms
-from .statements import execute
+from .statements import IS_CONFIRMED, execute
 
 # In a plain table, and in partitions, where the locks of keys come first. What is locked is asked about alone: a batch that waited
 # would hold its locks meanwhile, for as long as an `on_failed` takes perhaps.
@@ -64,7 +64,7 @@ SELECT given.key, {} FROM given CROSS JOIN LATERAL (
 ) known
 """
 _IS_COMPLETED = "known.status = 'completed' AND known.service = %(service)s AND known.fingerprint = given.fingerprint"
-_COMPLETED = _RECORDS_OF.format("known.result") + f"WHERE {_IS_COMPLETED}"
+_COMPLETED = _RECORDS_OF.format("known.result") + f"WHERE {_IS_COMPLETED} AND {IS_CONFIRMED}"
 _UNDER_TOKENS = (
     _RECORDS_OF.format("known.fence, known.token, known.attempts, known.generation, known.fingerprint")
     + "WHERE known.status = 'started' AND known.token = ANY(%(tokens)b::text[])"

@@ -15,7 +15,7 @@ from ..wire.message import Message
 from .answers import Answer, Busy, Changed, Claimed, Completed, Failed, Foreign, Mismatch, Renewal, Stale, why_not
 from .inserting import IS_NEW, InsertOrUpdate, insert_or_update
 from .record import KNOWN, MINE, OWN, ROW, mine, named
-from .statements import execute
+from .statements import IS_CONFIRMED, execute
 
 # The answer of a record that cannot be claimed.
 _WHY_NOT = """CASE
@@ -26,6 +26,8 @@ _WHY_NOT = """CASE
            WHEN status = 'released' AND available_at > clock_timestamp() THEN 'busy'
            ELSE 'changed'
        END"""
+# Of a plain table, a claim that is refused has locked its row, which alone would do.
+_IS_CONFIRMED_IF_ENDED = f"(status NOT IN ('completed', 'failed') OR {IS_CONFIRMED})"
 _DUE_IN = "CASE WHEN status = 'released' THEN extract(epoch FROM available_at - clock_timestamp())::float8 END"
 
 # A signed message that is older than `redelivery_horizon` may have been carried out by an operation that is purged. It runs only
@@ -77,7 +79,7 @@ _OR_WHY_NOT = f"""
 UNION ALL
 SELECT {_WHY_NOT}, NULL, NULL, generation, NULL, {_DUE_IN}, result, error, NULL, fingerprint, NULL, NULL, service
 FROM idempotency.records
-WHERE {ROW} AND NOT EXISTS (SELECT FROM claimed)
+WHERE {ROW} AND NOT EXISTS (SELECT FROM claimed) AND {_IS_CONFIRMED_IF_ENDED}
 """
 _OR_STALE = f"""
 UNION ALL
@@ -91,7 +93,7 @@ _CLAIM_SIGNED, _INSERT_SIGNED, _CHANGE_SIGNED = replace(_NEW, given=f"NOT {_IS_S
 # Unlike a claim, it never waits for a lock.
 _PEEK = f"""
 SELECT {_WHY_NOT} AS answer, generation, {_DUE_IN} AS age, result, error, fingerprint, service
-FROM idempotency.records WHERE {ROW}
+FROM idempotency.records WHERE {ROW} AND {_IS_CONFIRMED_IF_ENDED}
 """
 
 # Only one updated row allows a duplicate in flight to be acknowledged. With zero rows nothing was flushed, so nothing is

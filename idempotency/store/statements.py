@@ -118,6 +118,11 @@ def repeatable(change: Callable[P, Answer]) -> Callable[P, Answer]:
     return repeated
 
 
+# A condition that is always met, and has the answer wait for a synchronous standby as a commit does: it writes to the log. After a crash
+# Postgres shows what was still waiting for one, and an answer that only read it would be lost with the next promotion.
+IS_CONFIRMED = "(SELECT pg_catalog.pg_logical_emit_message(true, 'idempotency', ''::text)) IS NOT NULL"
+
+
 def sqlstate(error: DBAPIError) -> str | None:
     """Postgres' code for what it refused; None if it did not answer."""
     return getattr(error.orig, "sqlstate", None)

@@ -415,6 +415,13 @@ def test_a_worker_may_end_its_tasks_before_it_is_killed(shown: Any) -> None:
     assert shown["limits"]["maintenance"] > 3600
 
 
+def test_rabbitmq_waits_longer_for_an_acknowledgement_than_any_task_takes(shown: Any) -> None:
+    (rabbitmq,) = of_kind(SERVERS, "RabbitmqCluster")
+    given = re.search(r"^consumer_timeout = (\d+)$", rabbitmq["spec"]["rabbitmq"]["additionalConfig"], re.MULTILINE)
+    assert given is not None
+    assert int(given[1]) / 1000 > max(shown["limits"].values()) + MARGIN
+
+
 def test_a_relay_may_end_its_turn_and_a_web_server_its_requests() -> None:
     relay = pod(named(workloads(), "relay"))["terminationGracePeriodSeconds"]
     assert relay >= presence.LONGEST_TURN + 10 + MARGIN

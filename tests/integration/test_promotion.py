@@ -16,8 +16,12 @@ from sqlalchemy.engine import make_url
 
 from idempotency import IdempotentTask
 from idempotency.application import close_runtime, runtime_of
+from idempotency.store import claims
+from idempotency.wire.keys import OperationId
 from services.cluster_postgres import PostgresPair
 from services.server import ServiceError
+from tests.integration.test_batch_each import many, put_one
+from tests.integration.test_batch_neighbours import accounts, run
 from tests.support import bank as bank_module
 from tests.support.deliveries import Deliveries
 from tests.support.failover import fail_over, fixture_database, fixture_pair, fixture_template  # noqa: F401
@@ -234,6 +238,47 @@ def test_an_asynchronous_standby_loses_what_it_had_not_yet_got(
     engine.dispose()
     with engine.connect() as connection:
         assert connection.execute(text("SELECT count(*) FROM idempotency.outbox")).scalar_one() == 0
+
+
+@pytest.mark.parametrize("how", ["alone", "in a batch", "looked at"])
+def test_what_a_primary_shows_after_a_crash_is_answered_once_a_standby_has_it(
+    pair: PostgresPair, bank: Celery, database: str, deliveries: Deliveries, engine: Engine, how: str
+) -> None:
+    """A commit that waits for a standby is visible after a restart. A duplicate that was acknowledged for it would be lost by a promotion."""
+    task = make_task(bank, put_one, key="{account}", batch=10)
+    pair.standby.kill()
+    first = threading.Thread(target=deliveries.deliver, args=(task, "e0"), daemon=True)
+    first.start()
+    waits = "SELECT count(*) FROM pg_stat_activity WHERE wait_event = 'SyncRep'"
+    eventually(lambda: pair.primary.execute(waits) == [(1,)], what="its end waits for the standby")
+    pair.primary.kill()
+    pair.primary.start()
+    engine.dispose()
+    close_runtime(bank)
+    with at(pair.primary, database) as connection:
+        ((status, fingerprint),) = connection.execute("SELECT status, fingerprint FROM idempotency.records").fetchall()
+    assert status == "completed"
+    answered: list[Any] = []
+
+    def ask() -> None:
+        if how == "alone":
+            answered.append(deliveries.deliver(task, "e0"))
+        elif how == "in a batch":
+            answered.append(run(bank, task, *many(bank, task, 2)))
+        else:
+            id = OperationId("default", task.name, "e0")
+            with runtime_of(bank).autocommit() as connection:
+                answered.append(claims.peek(connection, id, service="bank", fingerprint=fingerprint))
+
+    again = threading.Thread(target=ask, daemon=True)
+    again.start()
+    again.join(2.0)
+    assert not answered
+    pair.standby.start()
+    again.join(60)
+    first.join(60)
+    assert answered
+    assert accounts(engine) == ({"e0": [1], "e1": [1]} if how == "in a batch" else {"e0": [1]})
 
 
 def test_while_no_standby_is_there_nothing_is_answered_and_all_goes_on_with_the_next(

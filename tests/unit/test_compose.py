@@ -229,6 +229,13 @@ def test_a_task_has_longer_to_end_than_celery_gives_it() -> None:
     assert float(SERVICES["worker"]["stop_grace_period"].removesuffix("s")) > float(given.group(1))
 
 
+def test_rabbitmq_waits_as_long_for_an_acknowledgement_as_in_kubernetes() -> None:
+    """Where it is compared with the limits of the tasks."""
+    line = COMPOSE["configs"]["rabbitmq_patience"]["content"].strip()
+    assert line.startswith("consumer_timeout = ")
+    assert line in (ROOT / "deploy" / "kubernetes" / "dependencies" / "rabbitmq.yaml").read_text()
+
+
 @pytest.mark.parametrize("path", [".env", ".env.production", "api/.env"])
 def test_a_file_of_secrets_is_neither_committed_nor_in_an_image(path: str) -> None:
     patterns = [
