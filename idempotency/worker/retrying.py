@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from asyncio import CancelledError
 from datetime import datetime
 from typing import Any, ClassVar, Generic
 
@@ -31,8 +32,8 @@ from .keyed import Keyed
 from .options import name_of
 from .using import P
 
-# From a body they are errors like others. Celery's main process would take them to mean that the worker or its process has ended.
-OF_THE_WORKER = (MemoryError, Terminated, TimeLimitExceeded, WorkerLostError)
+# From a body they are errors like others. Celery would take them to mean that the worker or its process has ended, or is to end.
+OF_THE_WORKER = (CancelledError, MemoryError, Terminated, TimeLimitExceeded, WorkerLostError)
 
 
 class RetriedTask(Keyed[P, R_co], Generic[P, R_co]):

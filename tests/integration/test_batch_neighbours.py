@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from typing import Any
 from uuid import uuid4
@@ -16,7 +17,7 @@ from sqlalchemy.orm import Session
 
 from idempotency import IdempotentTask, OperationId
 from idempotency.application import close_runtime, runtime_of
-from idempotency.store import batches
+from idempotency.store import batches, claims
 from idempotency.wire.delivery import Delivery
 from idempotency.worker.batch import run_batch
 from tests.support.bank import INSERT
@@ -183,7 +184,7 @@ def test_a_body_that_would_commit_does_nothing_twice(bank: Celery, engine: Engin
 
 
 @pytest.mark.parametrize(
-    ("payload", "runs"), [('[["bad"], {}, {"args": []}]', True), ('[["bad"], {}]', True), ('{"a": 1}', False)]
+    ("payload", "runs"), [('[["bad"], {}, {"args": []}]', True), ('[["bad"], {}]', False), ('{"a": 1}', False)]
 )
 def test_a_payload_of_another_form_stops_no_other(bank: Celery, engine: Engine, payload: str, runs: bool) -> None:
     def body(self: IdempotentTask, account: str) -> None:
@@ -193,6 +194,33 @@ def test_a_payload_of_another_form_stops_no_other(bank: Celery, engine: Engine, 
     bad = message(bank, task, body=payload)
     run(bank, task, message(bank, task, "e0"), bad, message(bank, task, "e1"))
     assert accounts(engine) == {"e0": [1], "e1": [1]} | ({"bad": [1]} if runs else {})
+
+
+def test_what_runs_alone_after_its_batch_is_not_claimed_again(
+    bank: Celery, engine: Engine, configure: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor if the bodies have taken longer than a lease, which was renewed meanwhile."""
+    configure(lease=1.0, heartbeat=0.25)
+    claimed: list[str] = []
+    claim = claims.claim
+
+    def noted(connection: Any, id: OperationId, **options: Any) -> Any:
+        claimed.append(id.key)
+        return claim(connection, id, **options)
+
+    def body(self: IdempotentTask, account: str) -> None:
+        put(self, account)
+        if account == "e1":
+            raise ValueError("bad")
+        if account == "e2":
+            time.sleep(0.8)  # twice: a batch with one that cannot stay runs again
+
+    monkeypatch.setattr(claims, "claim", noted)
+    task = batched(bank, body)
+    run(bank, task, *(message(bank, task, f"e{n}") for n in range(3)))
+    assert states(engine) == {"e0": "completed", "e1": "failed", "e2": "completed"}
+    assert claimed == []
+    assert not runtime_of(bank).heartbeat._holdings
 
 
 def test_a_second_run_finds_the_request_as_it_came(bank: Celery, engine: Engine) -> None:

@@ -55,8 +55,8 @@ def test_a_body_without_memory_ends_its_operation_and_not_the_worker(
     assert "batch_not_acknowledged" not in worker.log
 
 
-@pytest.mark.parametrize("kind", [MemoryError, Terminated, TimeLimitExceeded, WorkerLostError])
-def test_celery_is_told_of_a_failed_operation(bank: Celery, engine: Engine, kind: type[Exception]) -> None:
+@pytest.mark.parametrize("kind", [CancelledError, MemoryError, Terminated, TimeLimitExceeded, WorkerLostError])
+def test_celery_is_told_of_a_failed_operation(bank: Celery, engine: Engine, kind: type[BaseException]) -> None:
     def body(self: IdempotentTask, account: str) -> None:
         raise kind("of the body")
 
