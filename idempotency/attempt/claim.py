@@ -78,7 +78,7 @@ def _claim(
 
 
 def peek(runtime: Runtime, delivery: Delivery) -> Completed | Failed | Mismatch | Foreign | Busy | None:
-    """What a claim would be answered, by a read that waits for no lock; None: it might succeed."""
+    """What a claim would be answered, without waiting for a lock; None: it might succeed. Of what has ended, once a standby has it."""
     with runtime.autocommit(delivery.id.tenant) as connection:
         answer = claims.peek(
             connection,

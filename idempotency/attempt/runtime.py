@@ -38,7 +38,7 @@ from .liveness import process_identity
 from .session import refuse_others_commits, use_sessions
 from .threads import DaemonThreads
 
-# Threads that read records for an event loop; a read takes about a millisecond.
+# Threads that read records for an event loop; a read takes about a millisecond, if no standby has to be waited for.
 READERS = 4
 # Threads that fetch large results for an event loop.
 FETCHERS = 8

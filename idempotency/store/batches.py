@@ -64,7 +64,8 @@ SELECT given.key, {} FROM given CROSS JOIN LATERAL (
 ) known
 """
 _IS_COMPLETED = "known.status = 'completed' AND known.service = %(service)s AND known.fingerprint = given.fingerprint"
-_COMPLETED = _RECORDS_OF.format("known.result") + f"WHERE {_IS_COMPLETED} AND {IS_CONFIRMED}"
+# In the list, where it is asked for a row only: as a condition of the whole it would be asked without one.
+_COMPLETED = _RECORDS_OF.format(f"CASE WHEN {IS_CONFIRMED} THEN known.result END AS result") + f"WHERE {_IS_COMPLETED}"
 _UNDER_TOKENS = (
     _RECORDS_OF.format("known.fence, known.token, known.attempts, known.generation, known.fingerprint")
     + "WHERE known.status = 'started' AND known.token = ANY(%(tokens)b::text[])"

@@ -154,6 +154,9 @@ WITH needed(oid, name, privilege) AS (
     UNION ALL
     SELECT p.oid, 'function ' || p.proname, 'EXECUTE'
     FROM pg_proc p WHERE p.pronamespace = to_regnamespace(:schema) AND p.prorettype <> 'trigger'::regtype
+      -- `IS_CONFIRMED`
+      OR p.pronamespace = 'pg_catalog'::regnamespace AND p.proname = 'pg_logical_emit_message'
+      AND p.proargtypes[2] = 'text'::regtype
     UNION ALL
     SELECT n.oid, 'schema ' || n.nspname, 'USAGE' FROM pg_namespace n WHERE n.nspname = :schema
 )

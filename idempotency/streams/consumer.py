@@ -229,7 +229,7 @@ class Consumer:
             return
         self._reopened.note(prepared.delivery.id.tenant)
         try:
-            # a look waits for no lock, and writes nothing
+            # a look waits for no lock; of what has ended, it waits for a standby
             if (left := partition.due_at - time.monotonic()) > 0 and isinstance(
                 peek(self._runtime, prepared.delivery), Busy
             ):

@@ -77,7 +77,7 @@ class _Gathering:
         job = self._job
         if job is None or not job.join(request):
             self._job = job = _Job(self._task, [request], getattr(self._consumer, "controller", None))
-            self._consumer.timer.call_after(self._task.batch_wait, _stand_in_line, (ref(job), self._consumer))
+            self._consumer.timer.call_after(self._task.batch_wait, _stand_in_line, (job.waits, self._consumer))
         if job.is_full:
             job.stand_in_line(self._consumer)
 
@@ -93,10 +93,10 @@ def _may_join(task: IdempotentTask[..., Any], request: Any) -> bool:
     return all(not limit or limit == of_task for limit, of_task in limits)
 
 
-def _stand_in_line(job: ref[_Job], consumer: Any) -> None:
-    """By a timer, which keeps no batch in memory that is over before."""
-    if (found := job()) is not None:
-        found.stand_in_line(consumer)
+def _stand_in_line(waiting: list[_Job], consumer: Any) -> None:
+    """By a timer, which keeps no batch in memory that stands in line already."""
+    for job in tuple(waiting):
+        job.stand_in_line(consumer)
 
 
 class _Job:
@@ -111,6 +111,8 @@ class _Job:
         # with some pools, timers run in a thread of their own
         self._lock = threading.Lock()
         self._stands_in_line = self._has_begun = False
+        # itself, until it stands in line
+        self.waits = [self]
         for request in requests:
             self._add(request)
 
@@ -136,6 +138,7 @@ class _Job:
         """Once: Celery waits for a free process of the pool, and then calls `execute_using_pool`."""
         with self._lock:
             stood, self._stands_in_line = self._stands_in_line, True
+            self.waits.clear()
         if not stood:
             consumer.on_task_request(self)
 

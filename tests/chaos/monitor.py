@@ -82,10 +82,13 @@ def is_of_the_storm(error: Exception) -> bool:
     return isinstance(error, DBAPIError) and ((state := sqlstate(error)) is None or state.startswith(AWAY + TRY_AGAIN))
 
 
-def memory_kills() -> int:
+def memory_kills(counters: Path = Path("/proc/vmstat")) -> int:
     """How many processes the kernel of this machine has killed for want of memory since it was started."""
-    counters = dict(line.split() for line in Path("/proc/vmstat").read_text().splitlines())
-    return int(counters.get("oom_kill", 0))
+    try:
+        counted = dict(line.split() for line in counters.read_text().splitlines())
+    except OSError:  # not everywhere
+        return 0
+    return int(counted.get("oom_kill", 0))
 
 
 def last_words(log: str) -> tuple[str, ...]:

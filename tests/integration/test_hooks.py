@@ -286,11 +286,13 @@ def test_a_subclass_of_a_task_with_batches_may_have_none(bank: Celery) -> None:
 
         def run(self, x: str) -> None: ...
 
-    class Corrected(Posted):
-        name, batch = "test.corrected", 1
-
     try:
-        posted, corrected = bank.register_task(Posted()), bank.register_task(Corrected())
+        posted = bank.register_task(Posted())
+
+        class Corrected(Posted):  # of one that is bound: its strategy is ours
+            name, batch = "test.corrected", 1
+
+        corrected = bank.register_task(Corrected())
         assert (posted.Strategy, corrected.Strategy) == (BATCHING, Task.Strategy)
     finally:
         for name in ("test.posted", "test.corrected"):

@@ -58,6 +58,7 @@ def test_a_wait_is_from_what_accepted_an_operation_to_its_first_end() -> None:
         ({"violations": [Violation("I1", "red/chaos.deposit/7", "twice")]}, 1),
         ({"ended": PROVED - Counter({f"{BACK}, newest tables": 1})}, 2),
         ({"broken": 0}, 2),
+        ({"missing": ["event"]}, 2),
         ({"control": "lost", "violations": [Violation("I21", "red/chaos.deposit/7", "deleted unsent")]}, 0),
         ({"control": "lost", "violations": [Violation("I15", "red/chaos.deposit/7", "gone")]}, 2),
         ({"control": "lost", "slowest": [Wait(20.1, BEGAN, ID, "pid 5")]}, 2),

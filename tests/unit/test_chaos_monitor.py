@@ -8,13 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import psycopg
 import pytest
+from sqlalchemy.exc import DBAPIError
 
+from idempotency import SettingsError
 from services import process
 from tests.chaos import monitor
 from tests.chaos.fleet import EDGE, WORKER, Fleet
 from tests.chaos.many import Run, figures, verdict
-from tests.chaos.monitor import Ended, Known, explanation, unexplained
+from tests.chaos.monitor import Ended, Known, explanation, is_of_the_storm, memory_kills, unexplained
 
 ENDED = Ended("relay-1", "relay", 1, ("relay_started", "idempotency: the database did not answer", ""))
 
@@ -84,3 +87,28 @@ def test_the_figures_of_a_run_are_those_of_its_last_line() -> None:
     output = "noise lost=9\nRESULT seed=7 seconds=60 faults=30 kinds=24 accepted=10 lost=0 violations=1\n"
     assert figures(output) == {"faults": "30", "kinds": "24", "accepted": "10", "lost": "0", "violations": "1"}
     assert figures("chaos: interrupted") == {}
+
+
+def refused(sqlstate: str | None) -> DBAPIError:
+    error = psycopg.Error("refused")
+    error.sqlstate = sqlstate
+    return DBAPIError("INSERT", {}, error)
+
+
+@pytest.mark.parametrize("state", [None, "25006", "40P01", "40001", "55P03", "57014", "57P03", "08006", "53300"])
+def test_what_faults_do_to_a_statement_is_no_finding(state: str | None) -> None:
+    assert is_of_the_storm(refused(state))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [refused("23505"), refused("42P01"), refused("42703"), refused("22P02"), SettingsError("no"), KeyError("k")],
+)
+def test_whatever_else_a_submission_or_a_command_is_told_is_a_finding(error: Exception) -> None:
+    assert not is_of_the_storm(error)
+
+
+def test_the_kernels_kills_are_counted_where_it_tells_them(tmp_path: Path) -> None:
+    (tmp_path / "vmstat").write_text("pgfault 17\noom_kill 3\n")
+    assert memory_kills(tmp_path / "vmstat") == 3
+    assert memory_kills(tmp_path / "none") == 0
