@@ -13,7 +13,7 @@ from sqlalchemy import Engine, event, text
 from sqlalchemy.orm import Session
 
 from idempotency import IdempotentTask
-from tests.integration.test_batch_neighbours import SETTING, batched, message, put, run, states
+from tests.support.batches import SETTING, message, put, run, states, together
 
 _LISTENS = """
 from sqlalchemy import event
@@ -47,7 +47,7 @@ def test_what_it_sets_for_one_body_is_so_for_no_other(bank: Celery, engine: Engi
         seen[account] = self.session.execute(text(SETTING)).scalar_one() or ""
         put(self, account)
 
-    task = batched(bank, body)
+    task = together(bank, body)
     run(bank, task, *(message(bank, task, f"e{n}") for n in range(3)))
     assert states(engine) == dict.fromkeys(("e0", "e1", "e2"), "completed")
     assert seen == {"e0": "e0", "e1": "", "e2": ""}

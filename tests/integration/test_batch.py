@@ -14,6 +14,7 @@ from sqlalchemy import BigInteger, Column, Engine, MetaData, Table, Text, insert
 from idempotency import IdempotentTask, SettingsError
 from tests.support import batched, crashing
 from tests.support.bank import failures
+from tests.support.batches import TRANSACTIONS, queued, states
 from tests.support.documents import python_blocks
 from tests.support.operations import Entries, Record
 from tests.support.processes import Processes, Worker, eventually
@@ -25,8 +26,6 @@ SHORT = (
     ("finish.committed", crashing.KILL_WORKER, "post_entry"),
     ("finish.committed", crashing.KILL_CHILD, "post_each"),
 )
-# transactions that wrote entries: what was committed together has one
-TOGETHER = text("SELECT count(DISTINCT xmin::text) FROM entries")
 
 
 @pytest.fixture
@@ -55,22 +54,12 @@ def posted(engine: Engine) -> dict[str, int]:
         return dict(list(connection.execute(ENTRIES)))
 
 
-def statuses(engine: Engine) -> dict[str, str]:
-    with engine.connect() as connection:
-        return {row.key: row.status for row in connection.execute(text("SELECT key, status FROM idempotency.records"))}
-
-
 def all_ended(engine: Engine, accounts: list[str]) -> Callable[[], bool]:
     def ended() -> bool:
-        found = statuses(engine)
+        found = states(engine)
         return all(found.get(account) in ("completed", "failed") for account in accounts)
 
     return ended
-
-
-def queued(bank: Celery) -> int:
-    with bank.connection_for_write() as connection:
-        return int(connection.default_channel.queue_declare(bank.conf.task_default_queue, passive=True).message_count)
 
 
 @pytest.mark.long
@@ -82,7 +71,7 @@ def test_batches_are_full_while_more_waits_than_the_pool_takes(
     worker = start()
     eventually(lambda: len(posted(engine)) == len(accounts), timeout=60, what=worker.log)
     with engine.connect() as connection:
-        batches = connection.execute(TOGETHER).scalar_one()
+        batches = connection.execute(TRANSACTIONS).scalar_one()
     assert batches <= len(accounts) / batched.BATCH + 3  # the first ones, for which the pool has waited
 
 
@@ -94,7 +83,7 @@ def test_what_waits_is_committed_in_one_transaction(
     eventually(all_ended(engine, accounts))
     assert posted(engine) == dict.fromkeys(accounts, 1)
     with engine.connect() as connection:
-        assert connection.execute(TOGETHER).scalar_one() == 1, worker.log
+        assert connection.execute(TRANSACTIONS).scalar_one() == 1, worker.log
     row = record("e00")
     assert row is not None
     assert (row.status, row.attempts, row.result, row.response_code, row.locked_until) == (
@@ -229,7 +218,7 @@ def test_a_holder_that_is_overtaken_commits_nothing(
     held.with_name("working.go").touch()
     eventually(all_ended(engine, [each for each in accounts if each != "e02"]))
     assert posted(engine) == {each: 1 for each in accounts if each != "e02"}
-    assert statuses(engine)["e02"] == "started"
+    assert states(engine)["e02"] == "started"
 
 
 @pytest.mark.long
@@ -240,7 +229,7 @@ def test_another_tenant_has_its_own_transaction(start: Any, engine: Engine, bank
     start()
     eventually(lambda: sum(posted(engine).values()) == 8)
     with engine.connect() as connection:
-        assert connection.execute(TOGETHER).scalar_one() == 2
+        assert connection.execute(TRANSACTIONS).scalar_one() == 2
         tenants = connection.execute(text("SELECT DISTINCT tenant FROM idempotency.records WHERE status = 'completed'"))
         assert {row.tenant for row in tenants} == {"one", "two"}
 

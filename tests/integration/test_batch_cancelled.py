@@ -16,9 +16,9 @@ from sqlalchemy import Connection, Engine, text
 
 from idempotency import IdempotentTask
 from idempotency.upkeep import maintenance
-from tests.integration.test_batch import queued
 from tests.support import batched, crashing
 from tests.support.bank import record_failure
+from tests.support.batches import queued
 from tests.support.processes import Processes, Worker, eventually
 from tests.support.proxy import Proxy
 

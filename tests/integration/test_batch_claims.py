@@ -20,9 +20,8 @@ from idempotency.relay.resend import resend_lost
 from idempotency.store import letters
 from idempotency.store.letters import BrokerLetter
 from idempotency.upkeep import maintenance
-from tests.integration.test_batch_each import many
-from tests.integration.test_batch_neighbours import accounts, batched, put, run, states
 from tests.support import operations as op
+from tests.support.batches import accounts, many, put, run, states, together
 from tests.support.operators import act
 from tests.support.tasks import enqueued, make_task
 
@@ -85,7 +84,7 @@ def test_what_a_long_batch_runs_is_not_taken_for_lost(bank: Celery, engine: Engi
                 )
             resent.append(resend_lost(bank).resent)
 
-    task = batched(bank, body)
+    task = together(bank, body)
     with engine.connect() as connection:
         for n in range(3):
             enqueued(connection, task, f"e{n}")

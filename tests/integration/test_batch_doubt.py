@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 from celery import Celery
-from celery.app.trace import trace_task_ret
 from celery.exceptions import Ignore
 from psycopg.errors import AdminShutdown
 from sqlalchemy import Engine, text
@@ -21,9 +20,7 @@ from idempotency.store import batches, claims, ends, statements
 from idempotency.upkeep import maintenance
 from idempotency.wire.keys import OperationId
 from idempotency.worker import waiting
-from idempotency.worker.batch import run_batch
-from tests.integration.test_batch_each import lose_the_answer, many
-from tests.integration.test_batch_neighbours import put, run, states
+from tests.support.batches import lose_the_answer, many, put, run, states
 from tests.support.tasks import make_task
 
 TOGETHER_AND_EACH = pytest.mark.parametrize("commit", ["each", "together"])
@@ -123,7 +120,7 @@ class Asked:
             patch.setattr(batches, "claim_new", away_at_once)
             patch.setattr(batches, "claimed", away_at_once)
             patch.setattr(claims, "claim", away)
-            traced = run_batch(lambda *call: trace_task_ret(*call, app=bank), task.name, messages, limit)
+            traced = run(bank, task, *messages, limit=limit)
         self.took = time.monotonic() - began
         self.told = [None if each is None else getattr(each[1], "exception", each[1]) for each in traced]
         self.told = [getattr(each, "exc", each) for each in self.told]

@@ -16,21 +16,22 @@ from idempotency import IdempotentTask
 from idempotency.application import runtime_of
 from idempotency.attempt.runtime import Runtime
 from idempotency.store import batches
-from tests.integration.test_batch_neighbours import accounts, message, put, run, states
-from tests.support.tasks import make_task
+from tests.support.batches import (
+    TRANSACTIONS,
+    accounts,
+    each,
+    lose_the_answer,
+    many,
+    message,
+    put,
+    put_one,
+    run,
+    states,
+)
 
-TRANSACTIONS = text("SELECT count(DISTINCT xmin::text) FROM entries")
 TAKE_OVER = text(
     "UPDATE idempotency.records SET fence = nextval('idempotency.fence'), token = 'other' WHERE key = 'e1'"
 )
-
-
-def each(app: Celery, body: Callable[..., Any], **options: Any) -> Any:
-    return make_task(app, body, key="{account}", batch=10, batch_commit="each", **options)
-
-
-def many(app: Celery, task: Any, count: int = 3) -> list[Any]:
-    return [message(app, task, f"e{n}") for n in range(count)]
 
 
 @pytest.fixture
@@ -54,11 +55,6 @@ def test_each_has_its_own_transaction_and_all_are_claimed_by_one_statement(
     with engine.connect() as connection:
         assert connection.execute(TRANSACTIONS).scalar_one() == 3
         assert set(connection.execute(text("SELECT attempts FROM idempotency.records")).scalars()) == {1}
-
-
-def put_one(self: IdempotentTask, account: str) -> str:
-    put(self, account)
-    return account
 
 
 def test_a_failure_an_effect_and_a_setting_leave_the_other_bodies_unchanged(bank: Celery, engine: Engine) -> None:
@@ -194,17 +190,6 @@ def test_one_that_is_known_to_be_lost_asks_before_it_runs(
     run(bank, task, *many(bank, task))
     assert entered == ["e0", "e2"]
     assert accounts(engine) == {"e0": [1], "e2": [1]}
-
-
-def lose_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The claims of the batches to come are made and committed, and then the connection breaks."""
-    claim_new = batches.claim_new
-
-    def lost(*args: Any, **kwargs: Any) -> Any:
-        list(claim_new(*args, **kwargs))
-        raise ConnectionError("the answer was lost")
-
-    monkeypatch.setattr(batches, "claim_new", lost)
 
 
 def test_without_an_answer_to_the_claims_each_claims_alone(

@@ -26,12 +26,8 @@ from idempotency.upkeep import maintenance
 from idempotency.wire.delivery import Delivery
 from idempotency.worker import batch, waiting
 from idempotency.worker.batching import _Job
-from tests.integration.test_batch import statuses
-from tests.integration.test_batch_each import many
-from tests.integration.test_batch_given_back import OTHER
-from tests.integration.test_batch_limits import Request
-from tests.integration.test_batch_neighbours import message, put, run, states
 from tests.support import batched, crashing
+from tests.support.batches import OTHER, Request, many, message, put, run, states
 from tests.support.processes import Processes, eventually
 from tests.support.tasks import make_task
 
@@ -179,4 +175,4 @@ def test_a_worker_that_is_told_to_stop_begins_no_further_message(
         eventually(lambda: "Warm shutdown" in worker.log, what="told to stop")
     held.with_name("working.go").touch()
     assert worker.process.wait(60) == 0
-    assert statuses(engine) == {"e0": "completed"} | {f"e{n}": "released" for n in range(1, 6)}
+    assert states(engine) == {"e0": "completed"} | {f"e{n}": "released" for n in range(1, 6)}

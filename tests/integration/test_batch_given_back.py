@@ -19,9 +19,7 @@ from sqlalchemy import Engine, text
 from idempotency import IdempotentTask
 from idempotency.application import runtime_of
 from idempotency.upkeep import maintenance
-from idempotency.worker.batch import run_batch
-from tests.integration.test_batch_each import many
-from tests.integration.test_batch_neighbours import accounts, put, run, states
+from tests.support.batches import OTHER, accounts, many, put, run, states
 from tests.support.tasks import make_task
 
 
@@ -40,9 +38,9 @@ def test_claims_of_those_that_were_to_run_alone_are_given_back(bank: Celery, eng
 
     task = make_task(bank, body, key="{account}", batch=10, max_attempts=1)
     messages = many(bank, task)
-    bank.finalize()
-    bank.set_current()
-    traced = run_batch(slow, task.name, messages, 3.0)  # seconds; a busy machine needs some until the first body
+    traced = run(
+        bank, task, *messages, limit=3.0, trace=slow
+    )  # seconds; a busy machine needs some until the first body
     assert [each is None for each in traced] == [False, True, True]
     assert states(engine) == {"e0": "completed", "e1": "released", "e2": "released"}
     with engine.connect() as connection:
@@ -83,12 +81,6 @@ def limited() -> Iterator[None]:
     signal.signal(signal.SIGUSR1, before)
 
 
-# As anything that has begun an operation and is not committed yet.
-OTHER = """
-INSERT INTO idempotency.records (tenant, task, key, status, fence, fingerprint, message, queue, service, available_at)
-VALUES ('default', %s, 'e1', 'released', 1, 'v1:f', '', 'q', 'bank', clock_timestamp())"""
-
-
 @pytest.mark.few(1)
 @pytest.mark.parametrize("commit", ["together", "each"])
 def test_claims_that_are_being_made_as_the_limit_comes_are_not_made(
@@ -101,12 +93,10 @@ def test_claims_that_are_being_made_as_the_limit_comes_are_not_made(
 
     task = make_task(bank, body, key="{account}", batch=10, max_attempts=1, batch_commit=commit)
     messages = many(bank, task)
-    bank.finalize()
-    bank.set_current()
     with psycopg.connect(engine.url.set(drivername="postgresql").render_as_string(hide_password=False)) as other:
         other.execute(OTHER, (task.name,))
         threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGUSR1)).start()
-        traced = run_batch(lambda *call: trace_task_ret(*call, app=bank), task.name, messages, 1.0)
+        traced = run(bank, task, *messages, limit=1.0)
         assert traced == [None, None, None]
         other.rollback()
     time.sleep(0.5)

@@ -25,12 +25,10 @@ from idempotency.attempt.runtime import Runtime
 from idempotency.store import batches
 from idempotency.wire.delivery import Delivery
 from idempotency.worker import batch
-from idempotency.worker.batch import run_batch
 from idempotency.worker.batching import _Job
 from idempotency.worker.revocation import revoke_terminated
-from tests.integration.test_batch_each import each, lose_the_answer, many, put_one
-from tests.integration.test_batch_neighbours import accounts, message, put, run, states
 from tests.support.bank import app
+from tests.support.batches import Request, accounts, each, lose_the_answer, many, message, put, put_one, run, states
 from tests.support.processes import Processes, eventually
 from tests.support.tasks import make_task
 
@@ -106,10 +104,8 @@ def test_what_is_next_when_a_process_exits_is_given_back(bank: Celery, engine: E
     def trace(*call: Any) -> Any:
         raise SystemExit(0)
 
-    bank.finalize()
-    bank.set_current()
     with pytest.raises(SystemExit):
-        run_batch(trace, task.name, many(bank, task), None)
+        run(bank, task, *many(bank, task), trace=trace)
     assert states(engine) == dict.fromkeys(("e0", "e1", "e2"), "released")
     run(bank, task, *many(bank, task))
     assert accounts(engine) == {"e0": [1], "e1": [1], "e2": [1]}
@@ -159,9 +155,7 @@ def test_a_limit_that_comes_while_claims_are_given_back_leaves_none_held(
     with engine.begin() as connection:
         connection.execute(REFUSE_E3)
     task = each(bank, body, max_attempts=1)
-    bank.finalize()
-    bank.set_current()
-    traced = run_batch(lambda *call: trace_task_ret(*call, app=bank), task.name, many(bank, task, 6), LIMIT)
+    traced = run(bank, task, *many(bank, task, 6), limit=LIMIT)
     assert [result is None for result in traced] == [False, *[True] * 5]
     assert given_back == [["e1", "e2", "e3", "e4", "e5"]] * 2
     assert states(engine) == {"e0": "completed", "e3": "started"} | dict.fromkeys(("e1", "e2", "e4", "e5"), "released")
@@ -181,37 +175,13 @@ def test_a_claim_whose_answer_was_lost_is_given_back_at_the_end_of_its_batch(
 
     task = each(bank, put_one, max_attempts=1)
     messages = many(bank, task)
-    bank.finalize()
-    bank.set_current()
     with monkeypatch.context() as patch:
         lose_the_answer(patch)
-        assert [each is None for each in run_batch(slow, task.name, messages, LIMIT)] == [False, True, True]
+        assert [each is None for each in run(bank, task, *messages, limit=LIMIT, trace=slow)] == [False, True, True]
     assert states(engine) == {"e0": "completed", "e1": "released", "e2": "released"}
     run(bank, task, *messages[1:])
     assert states(engine) == dict.fromkeys(("e0", "e1", "e2"), "completed")
     assert accounts(engine) == {"e0": [1], "e1": [1], "e2": [1]}
-
-
-class Request:
-    """What a batch uses of Celery's request."""
-
-    _already_revoked = False
-
-    def __init__(self, call: Any) -> None:
-        self.id, self._request_dict, self._body, self._content_type, self._content_encoding = call
-        self.answers: list[str] = []
-
-    def revoked(self) -> bool:
-        return False
-
-    def on_accepted(self, pid: int, at: float) -> None:
-        pass
-
-    def on_success(self, traced: Any) -> None:
-        self.answers.append("answered")
-
-    def reject(self, requeue: bool) -> None:
-        self.answers.append("requeued")
 
 
 @pytest.mark.few(1)
@@ -266,9 +236,7 @@ def test_a_body_that_handles_the_limit_of_a_batch_is_not_committed_with_it(
 
     task = make_task(bank, body, key="{account}", batch=10, max_attempts=1)
     messages = many(bank, task)
-    bank.finalize()
-    bank.set_current()
-    assert run_batch(lambda *call: trace_task_ret(*call, app=bank), task.name, messages, LIMIT) == [None] * 3
+    assert run(bank, task, *messages, limit=LIMIT) == [None] * 3
     assert entered == (["e0", "e1", "e2"] if last else ["e0"])
     assert (states(engine), accounts(engine)) == (dict.fromkeys(("e0", "e1", "e2"), "released"), {})
     for each_message in messages:

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
 from typing import Any
-from uuid import uuid4
 
 import pytest
 from celery import Celery
-from celery.app.trace import trace_task_ret
 from psycopg import sql
 from sqlalchemy import Engine, event, text
 from sqlalchemy.orm import Session
@@ -19,44 +16,8 @@ from idempotency import IdempotentTask, OperationId
 from idempotency.application import close_runtime, runtime_of
 from idempotency.store import batches, claims
 from idempotency.wire.delivery import Delivery
-from idempotency.worker.batch import run_batch
-from tests.support.bank import INSERT
-from tests.support.deliveries import request_of
+from tests.support.batches import SETTING, accounts, message, put, run, states, together
 from tests.support.tasks import make_task
-
-SETTING = "SELECT current_setting('app.tenant', true)"
-
-
-def put(task: IdempotentTask, account: str, amount: int = 1) -> None:
-    task.session.execute(INSERT, {"account": account, "amount": amount})
-
-
-def message(app: Celery, task: Any, *args: Any, body: str | None = None) -> Any:
-    """As the pool is given it."""
-    id = str(uuid4())
-    request = request_of(app, task, id) | {"hostname": "h", "reply_to": None, "timelimit": [None, None]}
-    return id, request, body or json.dumps([list(args), {}, {}]), "application/json", "utf-8"
-
-
-def batched(app: Celery, body: Callable[..., Any]) -> Any:
-    return make_task(app, body, key="{account}", batch=10, max_attempts=1)
-
-
-def run(app: Celery, task: Any, *messages: Any) -> list[Any]:
-    app.finalize()
-    app.set_current()  # in a worker there is no other
-    return run_batch(lambda *call: trace_task_ret(*call, app=app), task.name, messages, task.soft_time_limit)
-
-
-def accounts(engine: Engine) -> dict[str, list[int]]:
-    query = text("SELECT account, array_agg(amount ORDER BY amount) AS amounts FROM entries GROUP BY account")
-    with engine.connect() as connection:
-        return {row.account: list(row.amounts) for row in connection.execute(query)}
-
-
-def states(engine: Engine) -> dict[str, str]:
-    with engine.connect() as connection:
-        return {row.key: row.status for row in connection.execute(text("SELECT key, status FROM idempotency.records"))}
 
 
 def test_a_body_that_runs_again_gets_its_arguments_as_they_were_sent(bank: Celery, engine: Engine) -> None:
@@ -68,7 +29,7 @@ def test_a_body_that_runs_again_gets_its_arguments_as_they_were_sent(bank: Celer
         if account == "e3":
             raise ValueError("bad")
 
-    task = batched(bank, body)
+    task = together(bank, body)
     run(bank, task, *(message(bank, task, f"e{n}", [5, 6]) for n in range(4)))
     assert accounts(engine) == {"e0": [11], "e1": [11], "e2": [11]}
     assert states(engine) == {"e0": "completed", "e1": "completed", "e2": "completed", "e3": "failed"}
@@ -106,7 +67,7 @@ def test_what_a_body_has_set_is_so_for_no_other(bank: Celery, engine: Engine, se
                     connection.driver_connection.execute(sql.SQL(setting))
         put(self, account)
 
-    task = batched(bank, body)
+    task = together(bank, body)
     run(bank, task, *(message(bank, task, f"e{n}") for n in range(3)))
     assert seen == {"e0": "", "e1": "", "e2": ""}
     assert states(engine) == {"e0": "completed", "e1": "completed", "e2": "completed"}
@@ -137,7 +98,7 @@ def test_who_listens_for_a_commit_is_told_of_the_real_one_and_once(
         configured.conf.idempotency_session = Shop
     close_runtime(configured)
     request.addfinalizer(lambda: close_runtime(configured))
-    task = batched(configured, body)
+    task = together(configured, body)
     run(configured, task, *(message(configured, task, f"e{n}") for n in range(3)))
     assert states(engine) == {"e0": "completed", "e1": "completed", "e2": "completed"}
     if listens == "the application":
@@ -162,7 +123,7 @@ def test_a_body_that_rolls_back_loses_the_work_of_no_other(bank: Celery, engine:
                     connection.driver_connection.rollback()
             put(self, account)
 
-    task = batched(bank, body)
+    task = together(bank, body)
     run(bank, task, *(message(bank, task, f"e{n}") for n in range(3)))
     assert states(engine) == {"e0": "completed", "e1": "completed", "e2": "completed"}
     assert accounts(engine) == {"e0": [1], "e1": [1], "e2": [1]}
@@ -177,7 +138,7 @@ def test_a_body_that_would_commit_does_nothing_twice(bank: Celery, engine: Engin
         if account == "e3":
             raise ValueError("bad")
 
-    task = batched(bank, body)
+    task = together(bank, body)
     run(bank, task, *(message(bank, task, f"e{n}") for n in range(4)))
     assert states(engine) == {"e0": "completed", "e1": "failed", "e2": "completed", "e3": "failed"}
     assert accounts(engine) == {"e0": [1], "e2": [1]}
@@ -190,7 +151,7 @@ def test_a_payload_of_another_form_stops_no_other(bank: Celery, engine: Engine, 
     def body(self: IdempotentTask, account: str) -> None:
         put(self, account)
 
-    task = batched(bank, body)
+    task = together(bank, body)
     bad = message(bank, task, body=payload)
     run(bank, task, message(bank, task, "e0"), bad, message(bank, task, "e1"))
     assert accounts(engine) == {"e0": [1], "e1": [1]} | ({"bad": [1]} if runs else {})
@@ -216,7 +177,7 @@ def test_what_runs_alone_after_its_batch_is_not_claimed_again(
             raise ValueError("bad")
 
     monkeypatch.setattr(claims, "claim", noted)
-    task = batched(bank, body)
+    task = together(bank, body)
     run(bank, task, *(message(bank, task, f"e{n}") for n in range(3)))
     assert states(engine) == {"e0": "completed", "e1": "failed", "e2": "completed"}
     assert claimed == []
@@ -237,7 +198,7 @@ def test_a_second_run_finds_the_request_as_it_came(bank: Celery, engine: Engine)
         if account == "e3":
             raise ValueError("bad")
 
-    task = batched(bank, body)
+    task = together(bank, body)
     sent = [json.dumps([[f"e{n}"], {}, {"callbacks": []}]) for n in range(4)]
     run(bank, task, *(message(bank, task, body=each) for each in sent))
     assert states(engine) == {"e0": "completed", "e1": "completed", "e2": "completed", "e3": "failed"}
@@ -265,7 +226,7 @@ def test_a_batch_drops_no_hint_that_its_claims_have_not_left(bank: Celery, engin
     def body(self: IdempotentTask, account: str) -> None:
         put(self, account)
 
-    task = batched(bank, body)
+    task = together(bank, body)
     run(bank, task, *(message(bank, task, f"e{n}") for n in range(3)))
     assert accounts(engine) == {"e0": [1], "e1": [1], "e2": [1]}
     assert not runtime_of(bank).hints._dropped
@@ -306,6 +267,6 @@ def test_a_call_that_only_a_body_alone_may_make_is_made(bank: Celery, engine: En
             return "refused"
 
     inner = make_task(bank, other, key="{account}")
-    task = batched(bank, body)
+    task = together(bank, body)
     run(bank, task, *(message(bank, task, f"e{n}") for n in range(2)))
     assert accounts(engine) == {"in e0": [1], "in e1": [1]}

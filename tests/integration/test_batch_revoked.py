@@ -13,8 +13,8 @@ from celery import Celery, signals
 from sqlalchemy import Engine
 
 from idempotency import IdempotentTask
-from tests.integration.test_batch import queued, statuses
 from tests.support import batched, crashing
+from tests.support.batches import queued, states
 from tests.support.processes import Processes, eventually
 
 app = batched.app
@@ -52,9 +52,9 @@ def test_what_is_completed_is_not_said_to_be_revoked(
         post.apply_async((f"e{number}", "works" if number == 1 else ""), task_id=f"revoked-{number}")
     worker = processes.worker("--concurrency", "1", app=__name__, REVOKED_BACKEND=environment["REDIS_URL"])
     eventually(held.exists, what="the second body runs")
-    assert statuses(engine)["e0"] == "completed"
+    assert states(engine)["e0"] == "completed"
     bank.control.revoke("revoked-0", terminate=True, reply=True, timeout=5)
-    eventually(lambda: statuses(engine) == dict.fromkeys(("e0", "e1", "e2", "e3"), "completed"), timeout=60)
+    eventually(lambda: states(engine) == dict.fromkeys(("e0", "e1", "e2", "e3"), "completed"), timeout=60)
     with redis.Redis.from_url(environment["REDIS_URL"], decode_responses=True) as backend:
         stored = str(backend.get("celery-task-meta-revoked-0"))
     assert '"SUCCESS"' in stored

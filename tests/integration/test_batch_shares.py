@@ -14,7 +14,7 @@ from idempotency import IdempotentTask
 from idempotency.application import close_runtime
 from idempotency.observe import metrics
 from tests.integration.conftest import configured as configured
-from tests.integration.test_batch_neighbours import accounts, batched, message, put, run, states
+from tests.support.batches import accounts, message, put, run, states, together
 from tests.support.tasks import make_task
 
 Body = Callable[..., Any]
@@ -22,7 +22,7 @@ Body = Callable[..., Any]
 
 def run_batch_of(app: Celery, body: Body, *names: str) -> None:
     """Run a batch of these."""
-    task = batched(app, body)
+    task = together(app, body)
     run(app, task, *(message(app, task, name) for name in names))
 
 
@@ -351,7 +351,7 @@ def test_batches_are_counted_by_how_they_ran(bank: Celery, engine: Engine) -> No
     def body_of_each(self: IdempotentTask, account: str) -> None:
         put(self, account)
 
-    task = batched(bank, body)
+    task = together(bank, body)
     each = make_task(bank, body_of_each, key="{account}", batch=10, batch_commit="each")
     before = counted_batches()  # a task of another test may have had the same name
     for of, names in (

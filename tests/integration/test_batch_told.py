@@ -16,11 +16,9 @@ from celery.app.trace import trace_task_ret
 from sqlalchemy import Engine, text
 
 from idempotency import IdempotentTask
-from tests.integration.test_batch import queued, statuses
-from tests.integration.test_batch_each import many
-from tests.integration.test_batch_neighbours import message, put, run, states
 from tests.support import batched, crashing
 from tests.support.bank import deposit
+from tests.support.batches import many, message, put, queued, run, states
 from tests.support.deliveries import Deliveries
 from tests.support.processes import Processes, eventually
 from tests.support.proxy import Proxy
@@ -110,11 +108,11 @@ def test_what_has_ended_is_not_said_to_be_retried(
             "--concurrency", "1", app=__name__, BROKER_URL=through, TOLD_BACKEND=environment["REDIS_URL"]
         )
         eventually(held.exists, what="the third body runs")
-        assert (statuses(engine)["e0"], statuses(engine)["e1"]) == ("completed", "failed")
+        assert (states(engine)["e0"], states(engine)["e1"]) == ("completed", "failed")
         proxy.reset()
         eventually(lambda: "batch_lost" in worker.log, what="lost")
         eventually(
-            lambda: set(statuses(engine).values()) == {"completed", "failed"} and len(statuses(engine)) == 4, timeout=90
+            lambda: set(states(engine).values()) == {"completed", "failed"} and len(states(engine)) == 4, timeout=90
         )
     said = [line for line in worker.log.splitlines() if "told-" in line and ("retr" in line.lower())]
     assert [line for line in said if "told-0" in line or "told-1" in line] == []
@@ -129,7 +127,7 @@ def test_neither_a_retry_nor_what_is_committed_is_told_as_a_failure(
     link_error, headers = [dict(deposit.si("undo-e1"))], {"idempotency-key": "e1"}
     bank.send_task(load.name, ("e1",), task_id="load-1", link=[odd], link_error=link_error, headers=headers)
     worker = processes.worker("--concurrency", "1", app=__name__, TOLD_BACKEND=environment["REDIS_URL"])
-    eventually(lambda: statuses(engine) == {"e0": "completed", "e1": "completed"}, timeout=60, what=worker.log)
+    eventually(lambda: states(engine) == {"e0": "completed", "e1": "completed"}, timeout=60, what=worker.log)
     load.apply_async(("e2",), link=deposit.si("after-e2"))
     eventually(lambda: "after-e2" in accounts(engine), timeout=60, what="what is sent later has been run")
     assert accounts(engine) == ["after-e2", "e0", "e1", "e2"]

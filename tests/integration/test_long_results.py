@@ -18,7 +18,7 @@ from idempotency import IdempotentTask, lookup
 from idempotency.cli.root import cli
 from idempotency.errors import MissingExtra, ResultUnreadable
 from idempotency.wire import results
-from tests.integration.test_batch_neighbours import message, run, states
+from tests.support.batches import message, run, states
 from tests.support.tasks import make_task
 
 ABOVE = 64 * 1024

@@ -17,11 +17,9 @@ from idempotency.application import runtime_of
 from idempotency.attempt import attempt as attempts
 from idempotency.worker import following
 from idempotency.worker.batching import _Job
-from tests.integration.test_batch import statuses
-from tests.integration.test_batch_each import many
-from tests.integration.test_batch_neighbours import accounts, put, run, states
 from tests.support import batched
 from tests.support.bank import deposit
+from tests.support.batches import accounts, many, put, run, states
 from tests.support.deliveries import Deliveries
 from tests.support.processes import Processes, eventually
 from tests.support.tasks import make_task
@@ -48,9 +46,9 @@ def test_a_body_without_memory_ends_its_operation_and_not_the_worker(
     for number in range(3):
         task.delay(f"e{number}")
     worker = processes.worker("--concurrency", "1", app=__name__)
-    eventually(lambda: statuses(engine) == {"e0": "failed", "e1": "completed", "e2": "completed"}, timeout=60)
+    eventually(lambda: states(engine) == {"e0": "failed", "e1": "completed", "e2": "completed"}, timeout=60)
     task.delay("e3")  # it works on
-    eventually(lambda: statuses(engine).get("e3") == "completed", timeout=60)
+    eventually(lambda: states(engine).get("e3") == "completed", timeout=60)
     assert "Unrecoverable error" not in worker.log
     assert "batch_not_acknowledged" not in worker.log
 

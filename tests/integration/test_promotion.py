@@ -20,9 +20,8 @@ from idempotency.store import claims
 from idempotency.wire.keys import OperationId
 from services.cluster_postgres import PostgresPair
 from services.server import ServiceError
-from tests.integration.test_batch_each import many, put_one
-from tests.integration.test_batch_neighbours import accounts, run
 from tests.support import bank as bank_module
+from tests.support.batches import accounts, many, put_one, run
 from tests.support.deliveries import Deliveries
 from tests.support.failover import fail_over, fixture_database, fixture_pair, fixture_template  # noqa: F401
 from tests.support.operations import Entries, Record

@@ -46,10 +46,10 @@ from idempotency.store.rights import APPLICATION, OPERATOR, RELAY
 from idempotency.upkeep import alarms, alerts, maintenance
 from idempotency.upkeep.presence import SignOfLife
 from idempotency.wire.headers import TENANT_HEADER
-from tests.integration.test_batch_neighbours import batched, message, run, states
 from tests.sagas.conftest import Stage
 from tests.support import bank as b
 from tests.support import operations as op
+from tests.support.batches import message, run, states, together
 from tests.support.deliveries import Deliveries
 from tests.support.dump import holding
 from tests.support.edge import Handler, within
@@ -326,7 +326,7 @@ def test_a_tenant_that_one_body_of_a_batch_names_is_hidden_from_the_next(
         changed[account] = self.session.connection().exec_driver_sql("UPDATE orders SET paid = true").rowcount
 
     with under(APPLICATION) as app:
-        task = batched(app, body)
+        task = together(app, body)
         run(app, task, *(message(app, task, f"e{n}") for n in range(4)))
     # its own transaction is about both
     assert changed.pop("e1") == (1 if way == "before the commit" else 2)
@@ -342,7 +342,7 @@ def test_the_tenant_costs_a_batch_one_statement_while_no_body_names_another(unde
         self.session.execute(text("SELECT idempotency.about(:own)"), {"own": "default"})
 
     with under(APPLICATION) as app:
-        task = batched(app, body)
+        task = together(app, body)
         event.listen(runtime_of(app).engine, "before_cursor_execute", lambda *args: asked.append(args[2]))
         run(app, task, *(message(app, task, f"e{n}") for n in range(3)))
     assert [statement for statement in asked if "set_config('idempotency.tenant'" in statement] == [SET_TENANTS]

@@ -14,7 +14,7 @@ from idempotency import IdempotentTask
 from idempotency.application import runtime_of
 from idempotency.objects import ObjectStore
 from idempotency.upkeep import objects
-from tests.integration.test_batch_neighbours import put
+from tests.support.batches import put
 
 LIMIT = 256 * 1024
 DAY = 86400.0

@@ -14,8 +14,8 @@ from idempotency import IdempotentTask
 from idempotency.application import close_runtime, runtime_of
 from idempotency.attempt.runtime import OBJECTS_REST
 from idempotency.objects.files import Files
-from tests.integration.test_batch_neighbours import message, run
 from tests.support import operations as op
+from tests.support.batches import message, run
 from tests.support.deliveries import Deliveries
 from tests.support.large_results import large
 from tests.support.tasks import make_task

@@ -31,8 +31,8 @@ from idempotency.store.operations import operation
 from idempotency.upkeep import alarms, overview
 from idempotency.wire.delivery import Delivery
 from idempotency.wire.keys import fingerprint
-from tests.integration.test_batch_neighbours import message, run, states
 from tests.support import operations as op
+from tests.support.batches import message, run, states
 from tests.support.deliveries import Deliveries
 from tests.support.large_results import LIMIT, Down, Place, body, large, place_of, stored
 from tests.support.tasks import make_task
