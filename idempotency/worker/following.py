@@ -25,7 +25,7 @@ from .using import check_sent
 if TYPE_CHECKING:
     from .calls import KeyedTask
 
-# Why the message of an operation that has had its outcome is rejected. Celery is told nothing: errbacks might undo what was done.
+# Why the message of an operation that has had its outcome is rejected.
 UNREADABLE = "what follows it cannot be read"
 # The option of a signature that follows a task in a worker. It never gets into a message.
 FOLLOWS = "idempotency_follows"

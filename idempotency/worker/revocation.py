@@ -28,7 +28,6 @@ from ..store.answers import Claimed, Completed, Failed
 from ..wire.headers import MESSAGE_VERSION, REVOKED_HEADER, VERSION_HEADER, all_headers
 from .calls import KeyedTask
 from .deliveries import delivery_of
-from .following import UNREADABLE
 
 
 class KeyedRequest(request.Request):
@@ -41,6 +40,14 @@ class KeyedRequest(request.Request):
         received = all_headers({**(own or {}), **_nested(self._request_dict)})
         # code that passes these headers on does not mean the key in them: see `senders_headers`
         self._request_dict["headers"] = {VERSION_HEADER: MESSAGE_VERSION} | received
+
+    def on_failure(self, exc_info: Any, *args: Any, **kwargs: Any) -> Any:
+        """A message that is rejected becomes a dead letter. Celery since 5.7 would call that a failure, and send the errbacks of what may have happened."""
+        error = getattr(exc_info.exception, "exc", exc_info.exception)  # wrapped with its traceback by the pool
+        if isinstance(error, Reject) and not error.requeue:
+            state.task_ready(self)
+            return self.reject(requeue=False)
+        return super().on_failure(exc_info, *args, **kwargs)
 
     def info(self, safe: bool = False) -> Any:
         """What remote control shows, `celery inspect active` and Flower's pages: never arguments."""
@@ -57,12 +64,9 @@ class Request(KeyedRequest):
         return bool(self._already_revoked)
 
     def on_failure(self, exc_info: Any, *args: Any, **kwargs: Any) -> Any:
-        error = getattr(exc_info.exception, "exc", exc_info.exception)  # wrapped with its traceback by the pool
+        error = getattr(exc_info.exception, "exc", exc_info.exception)
         if isinstance(error, Ignore) and error.args == (REVOKED,):
             return super()._announce_revoked(REVOKED, False, None, False)  # acknowledges, too
-        if isinstance(error, Reject) and error.reason == UNREADABLE:
-            state.task_ready(self)
-            return self.reject(requeue=False)
         return super().on_failure(exc_info, *args, **kwargs)
 
     def _announce_cancelled(self, *args: Any, **options: Any) -> None:
