@@ -146,8 +146,7 @@ class _Job:
         """Send it, as Celery's request of one message does."""
         with self._lock:
             self._has_begun = True
-        for request in self._requests:
-            request.revoked()  # marks the message: it is delivered, and ends its operation
+        self._tell_each(lambda request: request.revoked())  # marks the message: it is delivered, and ends its operation
         task, first = self._task, self._requests[0]
         self._is_green = getattr(pool, "is_green", False)
         limits = (
@@ -168,8 +167,15 @@ class _Job:
         )
 
     def _on_accepted(self, pid: int, time_accepted: float) -> None:
+        self._tell_each(lambda request: request.on_accepted(pid, time_accepted))
+
+    def _tell_each(self, tell: Callable[[Any], object]) -> None:
+        """A receiver of Celery's signals that raises for one keeps nothing from the others."""
         for request in self._requests:
-            request.on_accepted(pid, time_accepted)
+            try:
+                tell(request)
+            except Exception:
+                log.exception("batch_not_told", task=self._task.name, task_id=request.id)
 
     def _on_traced(self, results: Any) -> None:
         # else it is what a thread raised, or how a greenlet ended; a process would have been lost

@@ -80,6 +80,33 @@ def test_a_worker_that_takes_its_messages_fetches_whole_batches(
     assert consumer.initial_prefetch_count == fetched
 
 
+def test_a_receiver_that_raises_for_one_message_keeps_no_other_from_running(app: Celery) -> None:
+    told: list[str] = []
+
+    class Request:
+        time_limits = (None, None)
+        _request_dict = _body = _content_type = _content_encoding = None
+
+        def __init__(self, id: str) -> None:
+            self.id = id
+
+        def revoked(self) -> None:
+            told.append(f"revoked? {self.id}")
+            if self.id == "1":
+                raise ValueError("of a receiver")
+
+        def on_accepted(self, pid: int, at: float) -> None:
+            told.append(f"accepted {self.id}")
+            if self.id == "1":
+                raise ValueError("of a receiver")
+
+    requests: list[Any] = [Request(id) for id in "123"]
+    job = _Job(task_of(app), requests)
+    pool = SimpleNamespace(apply_async=lambda *args, accept_callback, **options: accept_callback(7, 0.0))
+    job.execute_using_pool(pool)
+    assert told == [*(f"revoked? {id}" for id in "123"), *(f"accepted {id}" for id in "123")]
+
+
 class Answered:
     """A message whose connection may be lost."""
 
