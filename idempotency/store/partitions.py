@@ -8,6 +8,7 @@ nobody else can change anything.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -24,7 +25,17 @@ from .periods import WIDTHS, Partition, Partitions, found, missing, name_of
 from .purge import KEEP, OPERATIONS
 from .schema import NO_LOCK, TRY_AGAIN
 from .statements import describe, sqlstate
-from .sweeps import BATCH, NOT_ASIDE, RECORD_ID, is_row_error, one_by_one, sweep_settings
+from .sweeps import (
+    AT_ONCE,
+    BATCH,
+    NOT_ASIDE,
+    RECORD_ID,
+    Pace,
+    is_row_error,
+    one_by_one,
+    statements_within,
+    sweep_settings,
+)
 
 # A partition in which more is needed than this, and than a tenth of it, is not moved: what is past its time there is deleted row by
 # row, until less is left.
@@ -35,6 +46,9 @@ FETCHED = 20 * BATCH
 OLDER = 1000
 # Seconds after the end of its period until what no drop has taken away is deleted row by row.
 GRACE = 3600.0
+# Seconds that a look at a partition may take, which joins all of it with the outbox, or its removal. What takes longer stays, and its
+# rows are deleted one by one.
+LOOK_WITHIN = 300.0
 
 # The name under which a row that Postgres refuses to move or to delete is set aside, and tried again later, as by a sweep.
 SWEEP = "partitions"
@@ -85,7 +99,7 @@ WITH given AS MATERIALIZED (
 
 
 def keep_up(
-    connection: Connection, service: str, *, retention: float, horizon: float, limit: int
+    connection: Connection, service: str, *, retention: float, horizon: float, limit: int, pace: Pace = AT_ONCE
 ) -> tuple[int, bool, float]:
     """Make, empty and drop partitions, as they are due, for a connection in AUTOCOMMIT mode. Nothing for a plain table.
 
@@ -108,12 +122,15 @@ def keep_up(
     if partitions is None:
         return 0, False, 0.0
     moved = 0
-    if not (left_alone.is_left(connection) or left_alone.is_left(connection, name := partitions.default_name)):
-        try:
-            moved = empty_default(connection, partitions, limit=limit)
-        except DBAPIError as error:
-            _note(connection, name, error)
-    dropped, more = drop_past(connection, partitions, service, retention=retention, horizon=horizon, limit=limit)
+    with statements_within(connection, LOOK_WITHIN):
+        if not (left_alone.is_left(connection) or left_alone.is_left(connection, name := partitions.default_name)):
+            try:
+                moved = empty_default(connection, partitions, limit=limit, pace=pace)
+            except DBAPIError as error:
+                _note(connection, name, error)
+        dropped, more = drop_past(
+            connection, partitions, service, retention=retention, horizon=horizon, limit=limit, pace=pace
+        )
     return dropped, more or moved >= limit, WIDTHS[partitions.width].total_seconds() + GRACE
 
 
@@ -145,27 +162,34 @@ def make_ahead(connection: Connection) -> int:
     return made
 
 
-def empty_default(connection: Connection, partitions: Partitions, *, limit: int) -> int:
+def empty_default(connection: Connection, partitions: Partitions, *, limit: int, pace: Pace = AT_ONCE) -> int:
     """Move what came while no partition was there to that of today; what is running stays until it has ended. Returns how many."""
     is_there = any(
         each.ends_at and (each.begins_at or each.ends_at) <= partitions.now < each.ends_at for each in partitions.all
     )
     if not is_there:
         return 0
-    return _move(connection, partitions.default_name, "waiting", "", 0.0, limit)
+    return _move(connection, partitions.default_name, "waiting", "", 0.0, limit, pace)
 
 
 def drop_past(
-    connection: Connection, partitions: Partitions, service: str, *, retention: float, horizon: float, limit: int
+    connection: Connection,
+    partitions: Partitions,
+    service: str,
+    *,
+    retention: float,
+    horizon: float,
+    limit: int,
+    pace: Pace = AT_ONCE,
 ) -> tuple[int, bool]:
     """Drop the partitions in which nothing is needed that ended more than `retention` seconds ago.
 
     Returns how many operations went, and whether more may be due: of each partition, about `limit` at most move one by one, and as
-    many are deleted. `horizon`: for how many seconds after the last publish of its message an operation is needed. What cannot go now is tried
+    many are deleted; and no further one is begun once `pace.within` is over. `horizon`: for how many seconds after the last publish of its message an operation is needed. What cannot go now is tried
     again by a later pass: too much in it is needed, or it is in use, or Postgres refuses a row of it. A lock that is not there in
     time ends the pass: whoever has it (a dump, a report) has all of them, and claims wait behind each try.
     """
-    dropped, more = 0, False
+    dropped, more, until = 0, False, time.monotonic() + pace.within
     for each in partitions.all:
         if each.ends_at is None or each.ends_at + timedelta(seconds=retention) > partitions.now:
             continue
@@ -173,8 +197,10 @@ def drop_past(
             break
         if left_alone.is_left(connection, each.name):
             continue
+        if time.monotonic() >= until:
+            return dropped, True
         try:
-            gone, handled = _drop(connection, each, service, horizon, limit)
+            gone, handled = _drop(connection, each, service, horizon, limit, pace)
             dropped += gone
             more = more or handled >= limit
         except DBAPIError as error:
@@ -207,23 +233,29 @@ def _is_over_soon(error: DBAPIError) -> bool:
     return sqlstate(error) in (*TRY_AGAIN, *GONE)
 
 
-def _drop(connection: Connection, each: Partition, service: str, horizon: float, limit: int) -> tuple[int, int]:
+def _drop(
+    connection: Connection, each: Partition, service: str, horizon: float, limit: int, pace: Pace
+) -> tuple[int, int]:
     """Returns how many operations went, and how many were handled one by one: with `limit` of those there may be more."""
     bounds = {"partition": each.name, "service": service, "horizon": horizon}
     most = max(MOVED, int(each.estimated / 10))
     counted = bounds | {"most": most + 1}
+    pace.progressed(LOOK_WITHIN)
     if connection.exec_driver_sql(_COUNT, counted).scalar_one() > most:
         left_alone.leave(connection, each.name)
         return 0, 0
-    moved = _move(connection, each.name, "survivors", service, horizon, min(limit, most))
+    moved = _move(connection, each.name, "survivors", service, horizon, min(limit, most), pace)
     if moved >= limit:
         return 0, moved
-    deleted = _delete_laden(connection, each.name, service, horizon, limit)
+    deleted = _delete_laden(connection, each.name, service, horizon, limit, pace)
     crash_point("partition.cleared")
     newest = connection.exec_driver_sql(_NEWEST).one()
     # what could not be moved or deleted stays: it is locked, running, or too much
-    if any(_keys(connection, each.name, function, service, horizon, 1) for function in ("survivors", "laden")):
-        return deleted, deleted
+    for function in ("survivors", "laden"):
+        pace.progressed(LOOK_WITHIN)
+        if _keys(connection, each.name, function, service, horizon, 1):
+            return deleted, deleted
+    pace.progressed(LOOK_WITHIN)
     seen = {"row": max(newest.row - OLDER, 0), "letter": max(newest.letter - OLDER, 0)}
     try:
         gone = connection.exec_driver_sql(_REMOVE, bounds | seen).scalar_one()
@@ -237,16 +269,18 @@ def _drop(connection: Connection, each: Partition, service: str, horizon: float,
     return deleted + int(gone), deleted
 
 
-def _move(connection: Connection, name: str, function: str, service: str, horizon: float, limit: int) -> int:
+def _move(
+    connection: Connection, name: str, function: str, service: str, horizon: float, limit: int, pace: Pace
+) -> int:
     """Move the operations that a function names, in transactions of their own, until no more can be moved."""
     statement, fields = _MOVE, {"partition": name}
-    return _one_batch_after_another(connection, statement, fields, name, function, service, horizon, limit)
+    return _one_batch_after_another(connection, statement, fields, name, function, service, horizon, limit, pace)
 
 
-def _delete_laden(connection: Connection, name: str, service: str, horizon: float, limit: int) -> int:
+def _delete_laden(connection: Connection, name: str, service: str, horizon: float, limit: int, pace: Pace) -> int:
     statement, fields = _DELETE, {"service": service, "keep": KEEP, "horizon": horizon}
     with sweep_settings(connection):  # as the purge does, for outbox rows that somebody has locked
-        return _one_batch_after_another(connection, statement, fields, name, "laden", service, horizon, limit)
+        return _one_batch_after_another(connection, statement, fields, name, "laden", service, horizon, limit, pace)
 
 
 def _one_batch_after_another(
@@ -258,19 +292,26 @@ def _one_batch_after_another(
     service: str,
     horizon: float,
     limit: int,
+    pace: Pace,
 ) -> int:
     bounds = {"partition": name, "service": service, "horizon": horizon, "most": FETCHED}
     handled, done = 0, 1
     while done and handled < limit:
         # to find them may cost a look at the whole partition
+        pace.progressed(LOOK_WITHIN)
         rows = connection.exec_driver_sql(_TO_HANDLE.format(function=function), bounds).all()[: limit - handled]
         batches = [rows[first : first + KEYS_AT_ONCE] for first in range(0, len(rows), KEYS_AT_ONCE)]
-        done = sum(_batch(connection, statement, fields, batch) for batch in batches)
+        done = 0
+        for batch in batches:
+            pace.progressed()
+            done += _batch(connection, statement, fields, batch, pace)
         handled += done
     return handled
 
 
-def _batch(connection: Connection, statement: str, fields: Mapping[str, object], rows: Sequence[Row[Any]]) -> int:
+def _batch(
+    connection: Connection, statement: str, fields: Mapping[str, object], rows: Sequence[Row[Any]], pace: Pace
+) -> int:
     """Handle these; if Postgres refuses to, one by one, and what it refuses is set aside. Returns how many."""
 
     def handle(rows: Sequence[Row[Any]]) -> int:
@@ -281,7 +322,7 @@ def _batch(connection: Connection, statement: str, fields: Mapping[str, object],
     except DBAPIError as error:
         if not is_row_error(error) or _is_over_soon(error):
             raise
-    done, _ = one_by_one(connection, SWEEP, rows, lambda row: handle([row]))
+    done, _ = one_by_one(connection, SWEEP, rows, lambda row: handle([row]), pace.progressed)
     return done
 
 

@@ -115,7 +115,7 @@ def deletes(table: str, this: str = "gone.id = due.id") -> str:
 SELECT (SELECT count(*) FROM deleted)"""
 
 
-def _nothing() -> None:
+def _nothing(seconds: float = 0.0) -> None:
     """Ignore progress: the default."""
 
 
@@ -125,8 +125,9 @@ class Pace:
 
     # How long it rests, in times of what the batch took, so that others have the disk and the processors.
     rest: float = 0.0
-    # Told of each batch and each rest, and of each row that is handled alone, by which others know that it hangs nowhere.
-    progressed: Callable[[], object] = _nothing
+    # Told of each batch and each rest, and of each row that is handled alone, by which others know that it hangs nowhere. Given the
+    # seconds that a statement may take, if they are many.
+    progressed: Callable[..., object] = _nothing
     # The most that one sweep takes, in seconds; what is left is for the next pass.
     within: float = math.inf
 
@@ -207,6 +208,26 @@ def one_by_one(
             _set_aside(connection, sweep, row, error)
             aside += 1
     return done, aside
+
+
+@contextmanager
+def statements_within(connection: Connection, seconds: float) -> Iterator[None]:
+    """Let a statement take so many seconds, after which Postgres ends it. One that only this process gives up runs on there."""
+    driver: Any = connection.connection.driver_connection
+    patience = getattr(driver, "patience", None)
+    connection.exec_driver_sql(f"SET statement_timeout = {math.ceil(seconds * 1000)}")
+    if patience is not None:
+        driver.patience = seconds + patience
+    try:
+        yield
+    except BaseException:
+        with suppress(SQLAlchemyError):  # the first error is the one to raise
+            connection.exec_driver_sql("RESET statement_timeout")
+        raise
+    finally:
+        if patience is not None:
+            driver.patience = patience
+    connection.exec_driver_sql("RESET statement_timeout")
 
 
 def is_row_error(error: DBAPIError) -> bool:

@@ -38,11 +38,12 @@ UPDATE idempotency.api_keys SET revoked_at = clock_timestamp() WHERE id = %(id)s
 # About the size of a row with its index entries, so that a limit in bytes also bounds how many rows are counted.
 ROW_BYTES = 512
 
-# What was released keeps no answer.
+# What was released keeps no answer, and what is past its retention is about to go: in partitions, with its partition.
 _USAGE = f"""
 SELECT count(*) AS keys, coalesce(sum(bytes), 0)::bigint AS bytes FROM (
     SELECT {ROW_BYTES} + octet_length(key) + coalesce(octet_length(result), 0) AS bytes FROM idempotency.records
-    WHERE tenant = %(tenant)s AND task = '{HTTP_TASK}' AND status <> 'released' LIMIT %(most)s
+    WHERE tenant = %(tenant)s AND task = '{HTTP_TASK}' AND status <> 'released'
+      AND (greatest(expires_at, kept_until) > clock_timestamp()) IS NOT FALSE LIMIT %(most)s
 ) kept
 """
 

@@ -92,7 +92,7 @@ def _sweep_objects(celery: Celery, stop: threading.Event) -> None:
             log.error("objects_not_swept", error=type(error).__name__)
 
 
-def _upkeep(celery: Celery, stop: threading.Event, progressed: Callable[[], object]) -> None:
+def _upkeep(celery: Celery, stop: threading.Event, progressed: Callable[..., object]) -> None:
     """Send alerts, raise alarms and purge until `stop` is set."""
     alert_at = purge_at = time.monotonic()
     pauses = Pauses()

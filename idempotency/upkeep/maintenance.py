@@ -210,8 +210,9 @@ def purge_once(app: Celery, *, limit: int, pace: Pace = past.RESTING) -> Purged:
     with runtime.autocommit() as connection:
         deleted_letters, more = past.letters(connection, service, retention=letters_kept, limit=limit, pace=pace)
         dropped, more_partitions, late = partitions.keep_up(
-            connection, service, retention=settings.retention_completed, horizon=horizon, limit=limit
+            connection, service, retention=settings.retention_completed, horizon=horizon, limit=limit, pace=pace
         )
+        pace.progressed()
         operations, more_operations = past.operations(
             connection, service, horizon=horizon, limit=limit, late=late, pace=pace
         )

@@ -7,6 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
+from sqlalchemy import text
 
 from idempotency.http import quota
 from tests.support.edge import Edge, Handler, new_key, within
@@ -60,3 +61,19 @@ def test_what_was_released_keeps_no_answer_and_uses_up_no_quota(edge: Edge, monk
     handler.status = 201
     answers += posts(edge, tenant, [new_key() for _ in range(2)], handler, tenant_keys_limit=1)
     assert [answer.status_code for answer in answers] == [500, 500, 500, 201, 429]
+
+
+def test_an_answer_past_its_retention_uses_up_no_quota(edge: Edge, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In partitions it stays for a period and an hour more, until all of its partition goes."""
+    monkeypatch.setattr(quota, "AGE", 0.0)
+    tenant, handler = new_key(), Handler(201)
+    answers = posts(edge, tenant, [new_key() for _ in range(2)], handler, tenant_keys_limit=1)
+    with edge.engine.connect() as connection:
+        connection.execute(
+            text(
+                "UPDATE idempotency.records SET expires_at = clock_timestamp() - interval '1 s' WHERE tenant = :tenant"
+            ),
+            {"tenant": tenant},
+        )
+    answers += posts(edge, tenant, [new_key() for _ in range(2)], handler, tenant_keys_limit=1)
+    assert [answer.status_code for answer in answers] == [201, 429, 201, 429]

@@ -20,6 +20,7 @@ from idempotency.checks.postgres import check_database
 from idempotency.store import left_alone, partitions, periods
 from idempotency.store.inserting import is_partitioned
 from idempotency.store.migrations.partitioning import DEFAULT, PARTITIONS
+from idempotency.store.sweeps import Pace
 from idempotency.upkeep import maintenance
 from tests.partitions.test_claims import found, partition_of
 from tests.support import operations as op
@@ -159,6 +160,50 @@ def test_one_partition_beyond_a_limit_of_the_server_stays_and_all_else_is_purged
             maintenance.purge(bank)
     assert (record(connection, late) is None) == goes_on
     assert rows(connection) == (0 if goes_on else 1)
+
+
+def test_a_partition_whose_look_takes_too_long_stays_and_all_else_is_purged(
+    bank: Celery, connection: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Postgres ends the look: one that only the relay gave up would go on there, beside the next one."""
+    monkeypatch.setattr(partitions, "LOOK_WITHIN", 0.5)
+    into_the_past(connection)
+    op.age(connection, late := past_its_time(connection), expires_at=-86400 * 30)
+    settled_row(connection)
+    connection.exec_driver_sql(f"""
+        ALTER FUNCTION {PARTITIONS}.survivors(text, text, interval, bigint) RENAME TO looked_at;
+        CREATE FUNCTION {PARTITIONS}.survivors(of_partition text, of_service text, horizon interval, most bigint)
+        RETURNS TABLE (tenant text, task text, key text) LANGUAGE plpgsql AS $$
+        BEGIN
+            IF of_partition = 'records_before' THEN PERFORM pg_sleep(30); END IF;
+            RETURN QUERY SELECT * FROM {PARTITIONS}.looked_at(of_partition, of_service, horizon, most);
+        END $$
+    """)
+    assert maintenance.purge(bank) == 1
+    assert record(connection, late) is None
+    assert rows(connection) == 0
+    looking = "SELECT count(*) FROM pg_stat_activity WHERE query LIKE '%%survivors%%' AND state = 'active' AND pid <> pg_backend_pid()"
+    assert connection.exec_driver_sql(looking).scalar_one() == 0
+    with runtime_of(bank).autocommit() as ours:  # its next statements have no such limit
+        assert ours.exec_driver_sql("SHOW statement_timeout").scalar_one() == "0"
+
+
+def test_upkeep_tells_that_it_lives_and_ends_in_time(connection: Connection, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = overdue(connection, 6)
+    told: list[float] = []
+    drop = partitions._drop
+
+    def slowly(*args: Any) -> Any:
+        time.sleep(0.2)
+        return drop(*args)
+
+    monkeypatch.setattr(partitions, "_drop", slowly)
+    pace = Pace(progressed=lambda seconds=0.0: told.append(seconds), within=0.5)
+    _, more, _ = partitions.keep_up(connection, op.SERVICE, **BOUNDS, pace=pace)
+    left = {each.name for each in found(connection).all} & names
+    assert more
+    assert 0 < len(left) < len(names)
+    assert told.count(partitions.LOOK_WITHIN) >= 4 * (len(names) - len(left))
 
 
 # ---------------------------------------------------------------- locks that others hold
