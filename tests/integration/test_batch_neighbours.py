@@ -157,11 +157,12 @@ def test_a_payload_of_another_form_stops_no_other(bank: Celery, engine: Engine, 
     assert accounts(engine) == {"e0": [1], "e1": [1]} | ({"bad": [1]} if runs else {})
 
 
+@pytest.mark.long
 def test_what_runs_alone_after_its_batch_is_not_claimed_again(
     bank: Celery, engine: Engine, configure: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nor if the bodies have taken longer than a lease, which was renewed meanwhile."""
-    configure(lease=1.0, heartbeat=0.25)
+    configure(lease=4.0, heartbeat=0.5)
     claimed: list[str] = []
     claim = claims.claim
 
@@ -172,7 +173,7 @@ def test_what_runs_alone_after_its_batch_is_not_claimed_again(
     def body(self: IdempotentTask, account: str) -> None:
         put(self, account)
         if account == "e0":
-            time.sleep(0.8)  # twice: a batch with one that cannot stay runs again
+            time.sleep(2.2)  # twice: a batch with one that cannot stay runs again
         if account == "e1":
             raise ValueError("bad")
 
