@@ -8,7 +8,6 @@ nobody else can change anything.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -24,7 +23,7 @@ from .migrations.partitioning import PARTITIONS
 from .periods import WIDTHS, Partition, Partitions, found, missing, name_of
 from .purge import KEEP, OPERATIONS
 from .schema import NO_LOCK, TRY_AGAIN
-from .statements import describe, sqlstate
+from .statements import TIMED_OUT, describe, sqlstate
 from .sweeps import (
     AT_ONCE,
     BATCH,
@@ -185,11 +184,11 @@ def drop_past(
     """Drop the partitions in which nothing is needed that ended more than `retention` seconds ago.
 
     Returns how many operations went, and whether more may be due: of each partition, about `limit` at most move one by one, and as
-    many are deleted; and no further one is begun once `pace.within` is over. `horizon`: for how many seconds after the last publish of its message an operation is needed. What cannot go now is tried
+    many are deleted. `horizon`: for how many seconds after the last publish of its message an operation is needed. What cannot go now is tried
     again by a later pass: too much in it is needed, or it is in use, or Postgres refuses a row of it. A lock that is not there in
     time ends the pass: whoever has it (a dump, a report) has all of them, and claims wait behind each try.
     """
-    dropped, more, until = 0, False, time.monotonic() + pace.within
+    dropped, more = 0, False
     for each in partitions.all:
         if each.ends_at is None or each.ends_at + timedelta(seconds=retention) > partitions.now:
             continue
@@ -197,8 +196,6 @@ def drop_past(
             break
         if left_alone.is_left(connection, each.name):
             continue
-        if time.monotonic() >= until:
-            return dropped, True
         try:
             gone, handled = _drop(connection, each, service, horizon, limit, pace)
             dropped += gone
@@ -303,7 +300,7 @@ def _one_batch_after_another(
         batches = [rows[first : first + KEYS_AT_ONCE] for first in range(0, len(rows), KEYS_AT_ONCE)]
         done = 0
         for batch in batches:
-            pace.progressed()
+            pace.progressed(LOOK_WITHIN)
             done += _batch(connection, statement, fields, batch, pace)
         handled += done
     return handled
@@ -320,8 +317,8 @@ def _batch(
     try:
         return handle(rows)
     except DBAPIError as error:
-        if not is_row_error(error) or _is_over_soon(error):
-            raise
+        if not is_row_error(error) or _is_over_soon(error) or sqlstate(error) == TIMED_OUT:
+            raise  # one by one, each might take as long
     done, _ = one_by_one(connection, SWEEP, rows, lambda row: handle([row]), pace.progressed)
     return done
 

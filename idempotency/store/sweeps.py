@@ -27,6 +27,8 @@ from .statements import READ_ONLY, TIMED_OUT, describe, repeatable, sqlstate
 BATCH = 500
 # How long a sweep waits for a locked row of another table; the next pass tries again.
 LOCK_TIMEOUT_MS = 200
+# Seconds until the answer of a statement that Postgres ends after its time counts as lost.
+ENDED_WITHIN = 30.0
 # Seconds that a sweep rests after one batch, at the longest.
 LONGEST_REST = 10.0
 # A refused row is tried again after a minute, then twice as long each time, up to an hour.
@@ -215,19 +217,14 @@ def statements_within(connection: Connection, seconds: float) -> Iterator[None]:
     """Let a statement take so many seconds, after which Postgres ends it. One that only this process gives up runs on there."""
     driver: Any = connection.connection.driver_connection
     patience = getattr(driver, "patience", None)
-    connection.exec_driver_sql(f"SET statement_timeout = {math.ceil(seconds * 1000)}")
-    if patience is not None:
-        driver.patience = seconds + patience
-    try:
-        yield
-    except BaseException:
-        with suppress(SQLAlchemyError):  # the first error is the one to raise
-            connection.exec_driver_sql("RESET statement_timeout")
-        raise
-    finally:
+    with _settings(connection, {"statement_timeout": math.ceil(seconds * 1000)}):
         if patience is not None:
-            driver.patience = patience
-    connection.exec_driver_sql("RESET statement_timeout")
+            driver.patience = max(patience, seconds + ENDED_WITHIN)
+        try:
+            yield
+        finally:
+            if patience is not None:
+                driver.patience = patience
 
 
 def is_row_error(error: DBAPIError) -> bool:
@@ -269,22 +266,35 @@ def _set_aside(connection: Connection, sweep: str, row: Row[Any], error: Excepti
     log.error("set_aside", sweep=sweep, task=row.task, key=row.key, error=fields["error"], times=times)
 
 
-_RESTORE_SETTINGS = "RESET lock_timeout; RESET enable_sort; RESET enable_bitmapscan"
-
-
 @contextmanager
 def sweep_settings(connection: Connection) -> Iterator[None]:
     """Run a sweep's statements with a short lock time-out, and with plans that read what is due in index order.
 
     Otherwise, a plan made while little was due would sort everything due for each batch once there is a lot.
     """
-    connection.exec_driver_sql(
-        f"SET lock_timeout = {LOCK_TIMEOUT_MS}; SET enable_sort = off; SET enable_bitmapscan = off"
-    )
+    settings = {"lock_timeout": LOCK_TIMEOUT_MS, "enable_sort": "off", "enable_bitmapscan": "off"}
+    with _settings(connection, settings):
+        yield
+
+
+@contextmanager
+def _settings(connection: Connection, settings: Mapping[str, object]) -> Iterator[None]:
+    """Give the statements of a connection in AUTOCOMMIT mode these settings. Behind a pooler, each takes them along."""
+    driver: Any = connection.connection.driver_connection
+    if getattr(driver, "is_pooled", False):
+        before = driver.set_local
+        driver.set_local += "".join(f", set_config('{name}', '{value}', true)" for name, value in settings.items())
+        try:
+            yield
+        finally:
+            driver.set_local = before
+        return
+    restore = "; ".join(f"RESET {name}" for name in settings)
+    connection.exec_driver_sql("; ".join(f"SET {name} = {value}" for name, value in settings.items()))
     try:
         yield
     except BaseException:
         with suppress(SQLAlchemyError):  # the first error is the one to raise
-            connection.exec_driver_sql(_RESTORE_SETTINGS)
+            connection.exec_driver_sql(restore)
         raise
-    connection.exec_driver_sql(_RESTORE_SETTINGS)
+    connection.exec_driver_sql(restore)

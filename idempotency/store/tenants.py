@@ -117,7 +117,7 @@ def revoke(connection: Connection, id: str) -> str | None:
 
 
 def usage(connection: Connection, tenant: str, *, keys_limit: int | None, bytes_limit: int | None) -> Usage:
-    """What the records of a tenant's HTTP requests keep. Counts no further than just past either limit."""
+    """What the records of a tenant's HTTP requests keep. Counts no further than just past either limit, without what is past its retention."""
     limits = (keys_limit, None if bytes_limit is None else bytes_limit // ROW_BYTES)
     most = min(limit for limit in limits if limit is not None) + 1
     row = connection.exec_driver_sql(_USAGE, {"tenant": tenant, "most": most}).one()

@@ -1,4 +1,4 @@
-"""The loops of a relay's process: publishing with recovery and resend, dead letters, upkeep."""
+"""The loops of a relay's process: publishing with recovery and resend, dead letters, alerts and alarms, the purge."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from ..store.statements import is_news
 from . import alarms, alerts, maintenance, objects
 from .presence import SignOfLife
 
-# How often upkeep checks whether anything is due.
+# Seconds until a turn of upkeep that has left something to do is followed by another one.
 UPKEEP_PAUSE = 1.0
 # How often the relay checks for dead holders: a killed worker's operations go on within 5 s on the same host.
 DEATH_WATCH = 2.0
 # How often it checks for something to alert about; each service and reason also keeps to alert_interval.
 ALERT_WATCH = 5.0
-# How often it purges, and how many rows and seconds of each kind at a time, since alerts wait meanwhile; while there are more, it
-# goes on.
+# How often it purges, and how many rows and seconds of each kind at a time, so that no kind waits for another one; while there are
+# more, it goes on.
 PURGE_WATCH = 60.0
 PURGE_LIMIT = 5_000
 PURGE_TIME = 4.0
@@ -40,10 +40,10 @@ OBJECT_WATCH = 12 * 3600.0
 
 
 def run_relay(celery: Celery, stop: threading.Event) -> None:
-    """Run the relay's loops until `stop` is set: publishing, dead letters, upkeep, large results.
+    """Run the relay's loops until `stop` is set: publishing, dead letters, alerts, the purge, large results.
 
     Each has its own thread, so that a slow alert receiver, a waiting `on_failed` or a long purge delays neither messages
-    nor each other. If one of the first three hangs, the relay gives no more signs of life, which other relays notice. The
+    nor each other. If one of the first four hangs, the relay gives no more signs of life, which other relays notice. The
     sweep of large results is not watched: it may take hours.
     """
     sweep = runtime_of(celery).settings.sweep
@@ -64,7 +64,8 @@ def run_relay(celery: Celery, stop: threading.Event) -> None:
     letters, progressed = DeadLetterConsumer(celery), partial(life.progressed, loop="letters")
     threads = [
         threading.Thread(target=letters.run, args=(stop, progressed), daemon=True),
-        threading.Thread(target=_upkeep, args=(celery, stop, partial(life.progressed, loop="upkeep")), daemon=True),
+        threading.Thread(target=_alert, args=(celery, stop, partial(life.progressed, loop="alerts")), daemon=True),
+        threading.Thread(target=_purge, args=(celery, stop, partial(life.progressed, loop="purge")), daemon=True),
         threading.Thread(target=_sweep_objects, args=(celery, stop), daemon=True),
     ]
     for thread in threads:
@@ -92,28 +93,38 @@ def _sweep_objects(celery: Celery, stop: threading.Event) -> None:
             log.error("objects_not_swept", error=type(error).__name__)
 
 
-def _upkeep(celery: Celery, stop: threading.Event, progressed: Callable[..., object]) -> None:
-    """Send alerts, raise alarms and purge until `stop` is set."""
-    alert_at = purge_at = time.monotonic()
+def _alert(celery: Celery, stop: threading.Event, progressed: Callable[..., object]) -> None:
+    """Send alerts and raise alarms until `stop` is set."""
+
+    def turn() -> bool:
+        alerts.run_once(celery)
+        alarms.run_once(celery)
+        return False
+
+    _repeat(turn, ALERT_WATCH, stop, progressed)
+
+
+def _purge(celery: Celery, stop: threading.Event, progressed: Callable[..., object]) -> None:
+    """Purge until `stop` is set."""
+    pace = replace(purge.RESTING, progressed=progressed, within=PURGE_TIME)
+    _repeat(lambda: maintenance.purge_once(celery, limit=PURGE_LIMIT, pace=pace).more, PURGE_WATCH, stop, progressed)
+
+
+def _repeat(turn: Callable[[], bool], every: float, stop: threading.Event, progressed: Callable[..., object]) -> None:
+    """Take a turn every so many seconds, or again at once if it says that there is more to do. An error ends no loop."""
     pauses = Pauses()
     while not stop.is_set():
         progressed()
-        now, pause = time.monotonic(), UPKEEP_PAUSE
+        pause = every
         try:
-            if now >= alert_at:
-                alert_at = now + ALERT_WATCH
-                alerts.run_once(celery)
-                alarms.run_once(celery)
-            if now >= purge_at:
-                purge_at = now + PURGE_WATCH
-                pace = replace(purge.RESTING, progressed=progressed, within=PURGE_TIME)
-                if maintenance.purge_once(celery, limit=PURGE_LIMIT, pace=pace).more:
-                    purge_at = now
+            if turn():
+                pause = UPKEEP_PAUSE
             pauses.end()
         except OperationalError as error:
             pause = pauses.next()
             if is_news(error):
                 log.warning("postgres_unavailable", error=reason(error))
-        except Exception:  # an unexpected error must not end the thread
+        except Exception:
             log.exception("upkeep_failed")
+        progressed(pause)
         stop.wait(pause)

@@ -170,7 +170,7 @@ class _Job:
         self._tell_each(lambda request: request.on_accepted(pid, time_accepted))
 
     def _tell_each(self, tell: Callable[[Any], object]) -> None:
-        """A receiver of Celery's signals that raises for one keeps nothing from the others."""
+        """What fails in Celery for one (the result backend is away, a header has a wrong form) keeps nothing from the others."""
         for request in self._requests:
             try:
                 tell(request)

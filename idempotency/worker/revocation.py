@@ -15,6 +15,7 @@ from __future__ import annotations
 import secrets
 from typing import Any
 
+from billiard.einfo import ExceptionWithTraceback
 from celery.app.task import Context
 from celery.exceptions import Ignore, Reject
 from celery.worker import request, state
@@ -30,6 +31,12 @@ from .calls import KeyedTask
 from .deliveries import delivery_of
 
 
+def _raised(exc_info: Any) -> BaseException:
+    """The error, which the pool wraps with its traceback."""
+    error: BaseException = exc_info.exception
+    return error.exc if isinstance(error, ExceptionWithTraceback) else error
+
+
 class KeyedRequest(request.Request):
     """Celery's request of a task with keys, in the worker's main process. Its context's `headers` are all headers."""
 
@@ -43,7 +50,7 @@ class KeyedRequest(request.Request):
 
     def on_failure(self, exc_info: Any, *args: Any, **kwargs: Any) -> Any:
         """A message that is rejected becomes a dead letter. Celery since 5.7 would call that a failure, and send the errbacks of what may have happened."""
-        error = getattr(exc_info.exception, "exc", exc_info.exception)  # wrapped with its traceback by the pool
+        error = _raised(exc_info)
         if isinstance(error, Reject) and not error.requeue:
             state.task_ready(self)
             return self.reject(requeue=False)
@@ -64,7 +71,7 @@ class Request(KeyedRequest):
         return bool(self._already_revoked)
 
     def on_failure(self, exc_info: Any, *args: Any, **kwargs: Any) -> Any:
-        error = getattr(exc_info.exception, "exc", exc_info.exception)
+        error = _raised(exc_info)
         if isinstance(error, Ignore) and error.args == (REVOKED,):
             return super()._announce_revoked(REVOKED, False, None, False)  # acknowledges, too
         return super().on_failure(exc_info, *args, **kwargs)

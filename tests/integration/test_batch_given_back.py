@@ -38,9 +38,8 @@ def test_claims_of_those_that_were_to_run_alone_are_given_back(bank: Celery, eng
 
     task = make_task(bank, body, key="{account}", batch=10, max_attempts=1)
     messages = many(bank, task)
-    traced = run(
-        bank, task, *messages, limit=3.0, trace=slow
-    )  # seconds; a busy machine needs some until the first body
+    # a busy machine needs some seconds until the first body
+    traced = run(bank, task, *messages, limit=3.0, trace=slow)
     assert [each is None for each in traced] == [False, True, True]
     assert states(engine) == {"e0": "completed", "e1": "released", "e2": "released"}
     with engine.connect() as connection:

@@ -21,6 +21,8 @@ from idempotency.checks.doctor import doctor
 from idempotency.checks.findings import Level
 from idempotency.relay.relay import Relay
 from idempotency.store import connections, overview, schema
+from idempotency.store.sweeps import statements_within, sweep_settings
+from idempotency.upkeep import maintenance
 from idempotency.upkeep.presence import SignOfLife
 from tests.support import bank as b
 from tests.support import operations as op
@@ -35,6 +37,7 @@ SHOWN = """
 SELECT current_setting('synchronous_commit'), current_setting('lock_timeout'), current_setting('statement_timeout'),
        current_setting('idle_in_transaction_session_timeout')
 """
+SWEEPS = "SELECT current_setting('lock_timeout'), current_setting('enable_sort'), current_setting('statement_timeout')"
 # What a backend has that nobody has set anything on; the bank's lease is 60 s, and a run may take 600 s.
 DEFAULTS = ("on", "0", "0", "0")
 
@@ -52,14 +55,14 @@ def pooled(pooler: Pooler, bank: Celery, environment: dict[str, str]) -> Iterato
     close_runtime(bank)
 
 
-def backends(pooler: Pooler, database: str) -> list[tuple[str, ...]]:
+def backends(pooler: Pooler, shown: str = SHOWN) -> list[tuple[str, ...]]:
     """What another client of the pooler finds set on each of its backends."""
     url = make_url(pooler.url).set(drivername="postgresql").render_as_string(hide_password=False)
     clients = [psycopg.connect(url, prepare_threshold=None) for _ in range(BACKENDS)]
     found = {}
     for client in clients:  # all in transactions at once, so each has another backend
-        pid, *shown = client.execute(f"SELECT pg_backend_pid(), found.* FROM ({SHOWN}) found").fetchone() or ()
-        found[pid] = tuple(shown)
+        pid, *values = client.execute(f"SELECT pg_backend_pid(), found.* FROM ({shown}) found").fetchone() or ()
+        found[pid] = tuple(values)
     for client in clients:
         client.close()
     assert len(found) == BACKENDS
@@ -76,7 +79,21 @@ def test_attempts_behind_a_pooler_leave_nothing_on_its_backends(
         states = [state for each in threads.map(some, range(4)) for state in each]
     assert states == ["SUCCESS"] * 48
     assert sum(entries(f"{worker}/{number}") for worker in range(4) for number in range(12)) == 48
-    assert backends(pooler, database) == [DEFAULTS] * BACKENDS
+    assert backends(pooler) == [DEFAULTS] * BACKENDS
+
+
+def test_sweeps_behind_a_pooler_have_their_settings_and_leave_none_on_its_backends(
+    pooled: Celery, pooler: Pooler, deliveries: Deliveries
+) -> None:
+    """A plan without sorts, or a lock time-out of 200 ms, would be other clients' on the same backend."""
+    assert deliveries.deliver(b.deposit, "a").state == "SUCCESS"
+    maintenance.recover(pooled)
+    maintenance.purge(pooled)
+    with runtime_of(pooled).autocommit() as connection, statements_within(connection, 7.0), sweep_settings(connection):
+        for _ in range(2):
+            assert connection.exec_driver_sql(SWEEPS).one() == ("200ms", "off", "7s")
+    plain = ("0", "on", "0")
+    assert backends(pooler, SWEEPS) == [plain] * BACKENDS
 
 
 def test_every_transaction_behind_a_pooler_has_our_settings(

@@ -15,6 +15,8 @@ from idempotency.store.sweeps import Pace
 from idempotency.upkeep import alerts, loops
 from idempotency.upkeep.maintenance import purge_once
 
+pytestmark = pytest.mark.plain
+
 # Of so many operations each takes so long to delete.
 SLOW = """
 INSERT INTO idempotency.records
@@ -43,7 +45,7 @@ def test_it_tells_of_each_batch_and_ends_in_time(bank: Celery, engine: Engine) -
     with engine.connect() as connection:
         connection.exec_driver_sql(SLOW)
     told: list[int] = []
-    pace = Pace(progressed=lambda: told.append(left(engine)), within=0.3)
+    pace = Pace(progressed=lambda *_: told.append(left(engine)), within=0.3)
     purged = purge_once(bank, limit=5_000, pace=pace)
     assert purged.more
     assert 0 < purged.operations < 600
@@ -53,22 +55,25 @@ def test_it_tells_of_each_batch_and_ends_in_time(bank: Celery, engine: Engine) -
 
 
 @pytest.mark.long
-def test_alerts_are_sent_between_its_passes(bank: Celery, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_alerts_are_sent_meanwhile(bank: Celery, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[int] = []
     monkeypatch.setattr(alerts, "run_once", lambda app: sent.append(left(engine)))
-    monkeypatch.setattr(loops, "PURGE_TIME", 0.2)
-    monkeypatch.setattr(loops, "ALERT_WATCH", 0.0)
+    monkeypatch.setattr(loops, "ALERT_WATCH", 0.05)
     monkeypatch.setattr(loops, "UPKEEP_PAUSE", 0.0)
     with engine.connect() as connection:
         connection.exec_driver_sql(SLOW)
     stop = threading.Event()
-    thread = threading.Thread(target=loops._upkeep, args=(bank, stop, lambda: None))
-    thread.start()
+    threads = [
+        threading.Thread(target=each, args=(bank, stop, lambda *_: None)) for each in (loops._alert, loops._purge)
+    ]
+    for thread in threads:
+        thread.start()
     deadline = time.monotonic() + 60
     while left(engine) and time.monotonic() < deadline:
         time.sleep(0.1)
     stop.set()
-    thread.join(30)
+    for thread in threads:
+        thread.join(30)
     assert left(engine) == 0
     assert len({many for many in sent if 0 < many < 600}) >= 2
 
@@ -93,6 +98,6 @@ def test_it_tells_of_each_row_that_is_handled_alone(bank: Celery, engine: Engine
     with engine.connect() as connection:
         connection.exec_driver_sql(refuses.replace("600", "120"))
     told: list[int] = []
-    purge_once(bank, limit=5_000, pace=Pace(progressed=lambda: told.append(left(engine))))
+    purge_once(bank, limit=5_000, pace=Pace(progressed=lambda *_: told.append(left(engine))))
     assert left(engine) == 1
     assert len(set(told)) > 90

@@ -80,7 +80,7 @@ def test_a_worker_that_takes_its_messages_fetches_whole_batches(
     assert consumer.initial_prefetch_count == fetched
 
 
-def test_a_receiver_that_raises_for_one_message_keeps_no_other_from_running(app: Celery) -> None:
+def test_what_fails_for_one_message_keeps_no_other_from_running(app: Celery) -> None:
     told: list[str] = []
 
     class Request:
@@ -93,12 +93,12 @@ def test_a_receiver_that_raises_for_one_message_keeps_no_other_from_running(app:
         def revoked(self) -> None:
             told.append(f"revoked? {self.id}")
             if self.id == "1":
-                raise ValueError("of a receiver")
+                raise ValueError("of Celery")
 
         def on_accepted(self, pid: int, at: float) -> None:
             told.append(f"accepted {self.id}")
             if self.id == "1":
-                raise ValueError("of a receiver")
+                raise ValueError("of Celery")
 
     requests: list[Any] = [Request(id) for id in "123"]
     job = _Job(task_of(app), requests)
