@@ -56,10 +56,10 @@ class Failovers:
         trio.mend(MENDED_WITHIN)
 
     def standby(self) -> None:
-        """The primary of Postgres dies, its standby is promoted and gets its ANALYZE, and a new one is built (docs/cluster.md)."""
+        """The primary of Postgres dies, its standby is promoted and gets its VACUUM, and a new one is built (docs/cluster.md)."""
         pair = self._cluster.postgres
         pair.primary.kill()
-        pair.promote().execute("ANALYZE", database=self._database)
+        pair.promote().execute("VACUUM (ANALYZE)", database=self._database)
         pair.rebuild()
 
     def sentinel(self) -> None:

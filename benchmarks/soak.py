@@ -9,7 +9,7 @@ operation was lost or done twice. One that succeeds has one row; one that fails 
 outside reach no server, and are not counted: `make chaos` counts those. 2: so short a run shows nothing.
 
 `CLUSTER=1`: through three RabbitMQ nodes, a Postgres with a standby and Redis behind Sentinel, of which one fails over every
-minute or so. Postgres keeps its count of dead rows in no standby: it begins anew with each promotion, with an ANALYZE.
+minute or so. Neither the count of dead rows nor the map of free space is in a standby: each promotion is followed by a VACUUM.
 """
 
 from __future__ import annotations

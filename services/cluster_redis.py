@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from redis import Redis as Client
+from redis.exceptions import RedisError
 
 from services.redis import Redis
 from services.server import READY_SECONDS, Server, ServiceError
@@ -35,7 +36,7 @@ class RedisNode(Redis):
 
     @property
     def is_primary(self) -> bool:
-        return str(self._replication()["role"]) == "master"
+        return str(self._replication().get("role")) == "master"
 
     @property
     def is_followed(self) -> bool:
@@ -43,8 +44,12 @@ class RedisNode(Redis):
         return "online" in str(self._replication().get("slave0"))
 
     def _replication(self) -> dict[str, Any]:
-        with Client.from_url(self.url, socket_timeout=1, socket_connect_timeout=1) as client:
-            found: Any = client.info("replication")
+        """Nothing if it does not answer: a Sentinel that changes its role closes its clients' connections."""
+        try:
+            with Client.from_url(self.url, socket_timeout=1, socket_connect_timeout=1) as client:
+                found: Any = client.info("replication")
+        except RedisError:
+            return {}
         return dict(found)
 
 

@@ -111,9 +111,7 @@ def check_counts(connection: Connection) -> list[Finding]:
     """Whether autovacuum knows what there is to do: a promotion and a crash reset what it counts."""
     if not connection.execute(_UNCOUNTED, {"schema": schema.SCHEMA, "many": MANY}).scalar_one():
         return []
-    advice = (
-        "autovacuum comes late, and tables grow meanwhile: run ANALYZE in this database as its owner (docs/cluster.md)"
-    )
+    advice = "autovacuum comes late, and tables grow meanwhile: run VACUUM (ANALYZE) in this database as its owner (docs/cluster.md)"
     return [warning("database statistics", "none since a promotion or a crash", advice)]
 
 
