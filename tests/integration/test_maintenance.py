@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from celery import Celery
-from sqlalchemy import Connection, Engine, text
+from sqlalchemy import Connection, Engine, event, text
 from sqlalchemy.exc import DataError, OperationalError, ProgrammingError
 
 from idempotency.application import runtime_of
@@ -325,15 +325,26 @@ def test_a_recovery_and_takeovers_at_once_leave_each_operation_to_one(
     assert recovered == len(op.outbox(connection))
 
 
+@pytest.mark.direct
 @pytest.mark.parametrize("sweep", [recover, purge])
 def test_a_sweep_whose_connection_breaks_says_that_postgres_is_away(
-    sweep: Callable[[Celery], int], bank: Celery, connection: Connection, monkeypatch: pytest.MonkeyPatch
+    sweep: Callable[[Celery], int], bank: Celery, connection: Connection
 ) -> None:
+    """At its end, when its settings are put back."""
     expired(connection)
-    monkeypatch.setattr(sweeps, "_RESTORE_SETTINGS", "SELECT pg_terminate_backend(pg_backend_pid())")
-    with pytest.raises(OperationalError):  # which a relay waits for, and a command explains
-        sweep(bank)
-    monkeypatch.undo()
+    engine = runtime_of(bank)._autocommit_engine
+
+    def ended(conn: Any, cursor: Any, statement: str, parameters: Any, *_: Any) -> tuple[str, Any]:
+        return (
+            "SELECT pg_terminate_backend(pg_backend_pid())" if statement.startswith("RESET") else statement
+        ), parameters
+
+    event.listen(engine, "before_cursor_execute", ended, retval=True)
+    try:
+        with pytest.raises(OperationalError):  # which a relay waits for, and a command explains
+            sweep(bank)
+    finally:
+        event.remove(engine, "before_cursor_execute", ended)
     sweep(bank)
 
 
