@@ -401,7 +401,9 @@ class _Stage:
         ]
         of_shop, self.shop_struck = self.shop.check()
         believed = [Violation("forged", "a message", what) for what in self.scene.believed]
-        stuck = [Violation("I2", "a run", f"not over in its time: {what}") for what in open_work]
+        # what the shop has left, its own check says
+        own = [what for what in open_work if not what.startswith("shop: ")]
+        stuck = [Violation("I2", "a run", f"not over in its time: {what}") for what in own]
         refused = [Violation("traffic", "a submission", what) for what in self.traffic.tally.refused]
         more = (
             *believed,
