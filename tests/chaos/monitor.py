@@ -10,7 +10,7 @@ from pathlib import Path
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
-from idempotency.store.statements import READ_ONLY, sqlstate
+from idempotency.store.statements import is_outage, sqlstate
 from tests.chaos.evidence import Violation
 
 # Of a log: enough for a traceback.
@@ -72,14 +72,15 @@ KNOWN: Sequence[Known] = (
 
 # Of Postgres, where it is no outage: a deadlock or a conflict, a lock that was not free in time, a statement that was cancelled.
 TRY_AGAIN = ("40", "55P03", "57014")
-AWAY = ("08", "53", "57P", READ_ONLY)
 
 
 def is_of_the_storm(error: Exception) -> bool:
     """Whether faults explain that somebody has no answer from Postgres, or is to try again. Anything else is a finding."""
-    if isinstance(error, PoolTimeout):
+    if isinstance(error, PoolTimeout) or is_outage(error):
         return True
-    return isinstance(error, DBAPIError) and ((state := sqlstate(error)) is None or state.startswith(AWAY + TRY_AGAIN))
+    return isinstance(error, DBAPIError) and (
+        error.connection_invalidated or (sqlstate(error) or "").startswith(TRY_AGAIN)
+    )
 
 
 def memory_kills(counters: Path = Path("/proc/vmstat")) -> int:

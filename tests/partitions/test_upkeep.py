@@ -134,6 +134,19 @@ def test_with_a_full_disk_none_is_made_and_what_makes_room_is_dropped(bank: Cele
     assert rows(connection) == 0
 
 
+def before_its_look(connection: Connection, what: str) -> None:
+    """Have this done before each look at what is needed in `records_before`."""
+    connection.exec_driver_sql(f"""
+        ALTER FUNCTION {PARTITIONS}.survivors(text, text, interval, bigint) RENAME TO looked_at;
+        CREATE FUNCTION {PARTITIONS}.survivors(of_partition text, of_service text, horizon interval, most bigint)
+        RETURNS TABLE (tenant text, task text, key text) LANGUAGE plpgsql AS $$
+        BEGIN
+            IF of_partition = 'records_before' THEN {what}; END IF;
+            RETURN QUERY SELECT * FROM {PARTITIONS}.looked_at(of_partition, of_service, horizon, most);
+        END $$
+    """)
+
+
 @pytest.mark.parametrize(("state", "goes_on"), [("53400", True), ("53200", True), ("53300", False), ("57P03", False)])
 def test_one_partition_beyond_a_limit_of_the_server_stays_and_all_else_is_purged(
     bank: Celery, connection: Connection, state: str, goes_on: bool
@@ -142,17 +155,7 @@ def test_one_partition_beyond_a_limit_of_the_server_stays_and_all_else_is_purged
     into_the_past(connection)
     op.age(connection, late := past_its_time(connection), expires_at=-86400 * 30)  # past all: it goes row by row
     settled_row(connection)
-    connection.exec_driver_sql(f"""
-        ALTER FUNCTION {PARTITIONS}.survivors(text, text, interval, bigint) RENAME TO looked_at;
-        CREATE FUNCTION {PARTITIONS}.survivors(of_partition text, of_service text, horizon interval, most bigint)
-        RETURNS TABLE (tenant text, task text, key text) LANGUAGE plpgsql AS $$
-        BEGIN
-            IF of_partition = 'records_before' THEN
-                RAISE EXCEPTION 'beyond a limit' USING ERRCODE = '{state}';
-            END IF;
-            RETURN QUERY SELECT * FROM {PARTITIONS}.looked_at(of_partition, of_service, horizon, most);
-        END $$
-    """)
+    before_its_look(connection, f"RAISE EXCEPTION 'beyond a limit' USING ERRCODE = '{state}'")
     if goes_on:
         assert maintenance.purge(bank) == 1
     else:
@@ -170,15 +173,7 @@ def test_a_partition_whose_look_takes_too_long_stays_and_all_else_is_purged(
     into_the_past(connection)
     op.age(connection, late := past_its_time(connection), expires_at=-86400 * 30)
     settled_row(connection)
-    connection.exec_driver_sql(f"""
-        ALTER FUNCTION {PARTITIONS}.survivors(text, text, interval, bigint) RENAME TO looked_at;
-        CREATE FUNCTION {PARTITIONS}.survivors(of_partition text, of_service text, horizon interval, most bigint)
-        RETURNS TABLE (tenant text, task text, key text) LANGUAGE plpgsql AS $$
-        BEGIN
-            IF of_partition = 'records_before' THEN PERFORM pg_sleep(30); END IF;
-            RETURN QUERY SELECT * FROM {PARTITIONS}.looked_at(of_partition, of_service, horizon, most);
-        END $$
-    """)
+    before_its_look(connection, "PERFORM pg_sleep(30)")
     assert maintenance.purge(bank) == 1
     assert record(connection, late) is None
     assert rows(connection) == 0

@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 import psycopg
 import pytest
-from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import DBAPIError, OperationalError, ProgrammingError
 
 from idempotency import SettingsError
 from services import process
@@ -89,10 +89,10 @@ def test_the_figures_of_a_run_are_those_of_its_last_line() -> None:
     assert figures("chaos: interrupted") == {}
 
 
-def refused(sqlstate: str | None) -> DBAPIError:
-    error = psycopg.Error("refused")
+def refused(sqlstate: str | None, kind: type[DBAPIError] = OperationalError) -> DBAPIError:
+    error = psycopg.OperationalError("refused")
     error.sqlstate = sqlstate
-    return DBAPIError("INSERT", {}, error)
+    return kind("INSERT", {}, error)
 
 
 @pytest.mark.parametrize("state", [None, "25006", "40P01", "40001", "55P03", "57014", "57P03", "08006", "53300"])
@@ -102,7 +102,12 @@ def test_what_faults_do_to_a_statement_is_no_finding(state: str | None) -> None:
 
 @pytest.mark.parametrize(
     "error",
-    [refused("23505"), refused("42P01"), refused("42703"), refused("22P02"), SettingsError("no"), KeyError("k")],
+    [
+        *(refused(state, DBAPIError) for state in ("23505", "42P01", "42703", "22P02")),
+        refused(None, ProgrammingError),  # of the driver itself: it cannot send a value
+        SettingsError("no"),
+        KeyError("k"),
+    ],
 )
 def test_whatever_else_a_submission_or_a_command_is_told_is_a_finding(error: Exception) -> None:
     assert not is_of_the_storm(error)
