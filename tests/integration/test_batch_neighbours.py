@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from celery import Celery
+from celery.backends.base import DisabledBackend
 from psycopg import sql
 from sqlalchemy import Engine, event, text
 from sqlalchemy.orm import Session
@@ -16,7 +17,7 @@ from idempotency import IdempotentTask, OperationId
 from idempotency.application import close_runtime, runtime_of
 from idempotency.store import batches, claims
 from idempotency.wire.delivery import Delivery
-from tests.support.batches import SETTING, accounts, message, put, run, states, together
+from tests.support.batches import SETTING, accounts, many, message, put, put_one, run, states, together
 from tests.support.tasks import make_task
 
 
@@ -155,6 +156,44 @@ def test_a_payload_of_another_form_stops_no_other(bank: Celery, engine: Engine, 
     bad = message(bank, task, body=payload)
     run(bank, task, message(bank, task, "e0"), bad, message(bank, task, "e1"))
     assert accounts(engine) == {"e0": [1], "e1": [1]} | ({"bad": [1]} if runs else {})
+
+
+def test_a_message_that_is_alone_in_its_batch_is_entered_once(bank: Celery, engine: Engine) -> None:
+    """There is nobody whose transaction it could share, so nothing has to be run again."""
+    entered: list[str] = []
+
+    def body(self: IdempotentTask, account: str) -> None:
+        entered.append(account)
+        put(self, account)
+        raise ValueError("bad")
+
+    task = together(bank, body)
+    run(bank, task, message(bank, task, "e0"))
+    assert (entered, states(engine), accounts(engine)) == (["e0"], {"e0": "failed"}, {})
+
+
+class Noted(DisabledBackend):
+    """A result backend that notes the states it is told."""
+
+    def __init__(self, app: Celery) -> None:
+        super().__init__(app)
+        self.told: list[str] = []
+
+    def store_result(self, task_id: str, result: Any, state: str, **_: Any) -> Any:
+        self.told.append(state)
+        return result
+
+
+@pytest.mark.parametrize(("commit", "started"), [("each", 2), ("together", 0)])
+def test_no_result_backend_is_waited_for_while_others_hold_their_locks(
+    bank: Celery, engine: Engine, commit: str, started: int
+) -> None:
+    backend = Noted(bank)
+    options: dict[str, Any] = {"track_started": True, "ignore_result": False, "backend": backend}
+    task = make_task(bank, put_one, key="{account}", batch=10, batch_commit=commit, **options)
+    run(bank, task, *many(bank, task, 2))
+    assert states(engine) == {"e0": "completed", "e1": "completed"}
+    assert (backend.told.count("STARTED"), backend.told.count("SUCCESS")) == (started, 2)
 
 
 @pytest.mark.long

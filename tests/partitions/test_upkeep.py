@@ -179,7 +179,9 @@ def test_a_partition_whose_look_takes_too_long_stays_and_all_else_is_purged(
     assert rows(connection) == 0
     looking = "SELECT count(*) FROM pg_stat_activity WHERE query LIKE '%%survivors%%' AND state = 'active' AND pid <> pg_backend_pid()"
     assert connection.exec_driver_sql(looking).scalar_one() == 0
-    with runtime_of(bank).autocommit() as ours:  # its next statements have no such limit
+    with runtime_of(bank).autocommit() as ours:
+        assert left_alone.is_left(ours, "records_before")
+        # its next statements have no such limit
         assert ours.exec_driver_sql("SHOW statement_timeout").scalar_one() == "0"
 
 
