@@ -25,6 +25,20 @@ NET_TICK = 8
 # So long a node may see fewer than all before it is started anew, lack members of queues, and answer nothing: a busy machine
 # needs a minute to start one.
 ALONE, MEMBERLESS, SILENT = 6.0, 20.0, 90.0
+# Seconds in which the leader of a queue carries out a command that changes nothing.
+ANSWERS_WITHIN = 20
+# The nodes whose leaders of quorum queues do not: each is asked to collect its garbage, all at once, as one command asks each.
+_UNANSWERED = """\
+Ask = self(),
+Asked = [begin
+    {{_, Node}} = Leader = amqqueue:get_pid(Queue), Tag = make_ref(),
+    spawn(fun() ->
+        Ask ! {{Tag, catch ra:process_command(Leader, rabbit_fifo:make_garbage_collection(), {milliseconds})}}
+    end),
+    {{Node, Tag}}
+end || Queue <- rabbit_amqqueue:list(), amqqueue:get_type(Queue) =:= rabbit_quorum_queue],
+lists:usort([Node || {{Node, Tag}} <- Asked, receive {{Tag, {{ok, _, _}}}} -> false; {{Tag, _}} -> true end]).
+"""
 
 
 class PortMapper(Server):
@@ -158,7 +172,7 @@ class RabbitMQTrio:
 
         One that stood still for longer than the others have waited does not: they took it for dead. Another one is back
         without its members of some queues; what such a queue has delivered meanwhile may never reach its consumers, who
-        hold it as far as the queue knows, and get nothing more (RabbitMQ 3.10).
+        hold it as far as the queue knows, and get nothing more. A third one leads a queue that carries out nothing (RabbitMQ 3.10).
         """
         deadline = time.monotonic() + timeout
         last: tuple[RabbitMQNode, float] | None = None
@@ -184,8 +198,10 @@ class RabbitMQTrio:
         """
         if (outside := self._outside()) is not None:
             return outside, ALONE if outside.running and self._seen_by(outside) else SILENT
-        without = self._without_members()
-        return None if without is None or without in started_again else (without, MEMBERLESS)
+        for find, seconds in ((self._without_members, MEMBERLESS), (self._unanswered, 0.0)):
+            if (found := find()) is not None:
+                return None if found in started_again else (found, seconds)
+        return None
 
     def _outside(self) -> RabbitMQNode | None:
         """The node that sees the fewest of all; None: they all see each other."""
@@ -201,6 +217,14 @@ class RabbitMQTrio:
             return None
         missing = {name for queue in queues for name in {*queue.get("members", ())} - {*queue.get("online", ())}}
         return next((node for node in self.nodes if node.node_name in missing), None)
+
+    def _unanswered(self) -> RabbitMQNode | None:
+        """A node that leads a quorum queue and does not carry out its commands; None: there is none."""
+        try:
+            named = self._some().control("eval", _UNANSWERED.format(milliseconds=ANSWERS_WITHIN * 1000))
+        except (ServiceError, subprocess.TimeoutExpired):
+            return None
+        return next((node for node in self.nodes if node.node_name in named), None)
 
     def _seen_by(self, node: RabbitMQNode) -> int:
         """How many nodes one believes to be up; 0: it does not answer."""

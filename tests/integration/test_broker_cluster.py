@@ -160,6 +160,28 @@ def test_a_node_that_is_cut_off_serves_nobody_until_it_finds_the_others(
         relay.close()
 
 
+def test_a_leader_that_carries_out_nothing_is_started_anew(
+    queue: str, trio: RabbitMQTrio, bank: Celery, engine: Engine
+) -> None:
+    """Its process is there and its node is up, so that no other member stands for election."""
+    relay = Relay(bank, confirm_timeout=3.0)
+    try:
+        accept(bank, "before")
+        eventually(lambda: publish(relay, engine) == 1, timeout=PATIENCE, what="published")
+        trio.nodes[0].control(
+            "eval",
+            f"""{{ok, Queue}} = rabbit_amqqueue:lookup(rabbit_misc:r(<<"/">>, queue, <<"{queue}">>)),
+            sys:suspend(amqqueue:get_pid(Queue)).""",
+        )
+        accept(bank, "meanwhile")
+        assert publish(relay, engine) == 1
+        assert trio.alive() == 3
+        trio.mend(PATIENCE)
+        eventually(lambda: publish(relay, engine) == 2, timeout=PATIENCE, what="published to a leader that works")
+    finally:
+        relay.close()
+
+
 def test_the_doctor_says_that_the_leader_of_a_queue_does_not_answer(
     queue: str, trio: RabbitMQTrio, configured: Celery
 ) -> None:
