@@ -200,7 +200,7 @@ class KeyedTask(Keyed[P, R_co], Generic[P, R_co]):
                     options["headers"] = {**(options.get("headers") or {}), **span.headers()}
                 return self._send(self._as_sent(args, kwargs), celerys, named, dict(options))
         except CallRefused as error:
-            if not follows:
+            if not follows or following.is_too_large(args, kwargs):
                 raise
             log.warning("refused_call_sent", task=self.name, error=f"{error}")
             return following.send_refused(self, args, kwargs, celerys, named, options)

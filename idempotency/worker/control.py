@@ -10,11 +10,9 @@ from celery import Signature, signature
 from celery.backends.base import DisabledBackend
 from celery.exceptions import Ignore, ImproperlyConfigured
 from celery.result import allow_join_result
-from kombu.exceptions import SerializationError
 
 from ..application import runtime_of
 from ..errors import (
-    CallRefused,
     InvalidArguments,
     ResultErased,
     Unanswered,
@@ -27,13 +25,10 @@ from ..wire import results
 from ..wire.delivery import Delivery
 from .body import RunningTask
 from .calls import KeyedTask
-from .following import first_of
+from .following import first_of, is_never_sent
 from .retrying import RetriedTask
 from .using import P
 
-# Wrong with the replacement or the application's settings, whatever the broker says: no such queue, no arguments that fit.
-NEVER_SENT = (CallRefused, ImproperlyConfigured, SerializationError, NotImplementedError, ValueError, TypeError,
-              LookupError, AttributeError)  # fmt: skip
 # Operations that replace each other in a circle would send each other forever.
 LONGEST_REPLACEMENT = 1_000
 
@@ -98,8 +93,7 @@ class ControlledTask(RunningTask[P, R_co], RetriedTask[P, R_co], Generic[P, R_co
         except (Ignore, SoftTimeLimitExceeded):
             raise
         except Exception as error:
-            # an eager call has run it; some OSErrors are ValueErrors, too
-            if isinstance(error, NEVER_SENT) and not isinstance(error, OSError) and not self.request.is_eager:
+            if is_never_sent(error) and not self.request.is_eager:  # an eager call has run it
                 raise UnsupportedControl(f"replace: its signature cannot be sent: {describe(error)}") from error
             raise Unanswered(f"{self.name}: its replacement could not be sent") from error
 

@@ -1,34 +1,51 @@
-"""What Celery sends after a task: its callbacks, the next of its chain, its errbacks.
+"""What is sent after a task: its callbacks, the next of its chain, its errbacks.
 
-Celery's tracer sends them once the task has returned, and takes what that raises for the task's own error: a committed operation
-would be a failure to its hooks and errbacks, and the refused call would be gone. So a call that can be seen to be refused is
-refused where the whole is sent, and what turns out to be wrong later goes out as it is: the guard of its worker makes it a
-dead letter.
+Celery's tracer would send them once the task has returned, and take what that raises for the task's own error: a committed
+operation would be a failure to its hooks and errbacks, and the refused call would be gone. So they are sent here, before the
+task returns: while the broker does not take them, the message comes back. A call that can be seen to be refused is refused where
+the whole is sent, and what turns out to be wrong later goes out as it is: the guard of its worker makes it a dead letter.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
-from celery import Celery, Signature, signature
-from celery.exceptions import Ignore, Reject, Retry
+from amqp.exceptions import PreconditionFailed
+from billiard.exceptions import SoftTimeLimitExceeded
+from celery import Celery, Signature, group, signature
+from celery.exceptions import Ignore, ImproperlyConfigured, Reject, Retry
+from kombu.exceptions import SerializationError
 
-from ..errors import MissingKey
+from ..errors import CallRefused, MissingKey, Unanswered
 from ..wire.delivery import NamesItsOperation
 from ..wire.fitness import misplaced, unfit
 from ..wire.headers import KEY_HEADER, REFUSED_HEADER, TENANT_HEADER, harmless_headers, refused_headers, senders_headers
-from ..wire.limits import too_much_to_send
-from . import signed_calls
+from ..wire.limits import BODY_LIMIT, too_much_to_send
+from . import hooks, signed_calls
 from .using import check_sent
 
 if TYPE_CHECKING:
     from .calls import KeyedTask
 
-# Why the message of an operation that has had its outcome is rejected.
-UNREADABLE = "what follows it cannot be read"
+# Wrong with a signature or the application's settings, whatever the broker says: no such queue, no arguments that fit, a body that
+# the broker finds too large.
+NEVER_SENT = (CallRefused, ImproperlyConfigured, SerializationError, NotImplementedError, ValueError, TypeError,
+              LookupError, AttributeError, PreconditionFailed)  # fmt: skip
+# Why the message of an operation that has ended is rejected.
+UNSENDABLE = "what follows it cannot be sent"
 # The option of a signature that follows a task in a worker. It never gets into a message.
 FOLLOWS = "idempotency_follows"
+
+
+class Unsendable(Exception):
+    """What follows an operation that has ended can never be sent: its message is kept as a dead letter."""
+
+
+def is_never_sent(error: Exception) -> bool:
+    """Whether sending a signature raised what it would raise again."""
+    return isinstance(error, NEVER_SENT) and not isinstance(error, OSError)  # some of these are ValueErrors, too
 
 
 def first_of(sig: Signature) -> list[Signature]:
@@ -107,17 +124,59 @@ def send_refused(task: KeyedTask, args: Any, kwargs: Any, celerys: Any, named: M
         return task.app.send_task(task.name, args, kwargs, task_type=task, result_cls=task.AsyncResult, **options)
 
 
-def note(task: KeyedTask, error: BaseException | None) -> None:
-    """Mark what Celery is about to send after this task, which has returned or raised `error`."""
-    request = task.request
-    if request.is_eager or isinstance(error, Ignore | Reject | Retry):
+def is_too_large(args: Any, kwargs: Any) -> bool:
+    """Whether no broker takes these arguments, as a large result may make them."""
+    size = 0
+    for part in json.JSONEncoder().iterencode([args, kwargs]):
+        size += len(part)
+        if size > BODY_LIMIT:
+            return True
+    return False
+
+
+def send(task: KeyedTask, result: Any) -> None:
+    """Send the callbacks of a task that has returned, and the next of its chain, so that Celery's tracer finds none.
+
+    Raises `Unanswered` if the broker did not take them: they are owed, so the message has to come back; and `Unsendable`.
+    """
+    request, app = task.request, task.app
+    hooks.note_carried_out(request)
+    if request.is_eager or not (request.callbacks or request.chain):
         return
-    if error is None:
-        request.callbacks = _marked(task.app, request.callbacks)
-        if request.chain:
-            request.chain = [*request.chain[:-1], *_marked(task.app, request.chain[-1:])]
-    else:
+    inherited = (request.delivery_info or {}).get("priority") if app.conf.task_inherit_parent_priority else None
+    options = {"parent_id": request.id, "root_id": request.root_id or request.id, "priority": inherited}
+    try:
+        for sig in _grouped(app, _marked(app, request.callbacks)):
+            sig.apply_async((result,), **options)
+        rest = request.chain or []
+        for sig in _marked(app, rest[-1:]):
+            sig.apply_async((result,), chain=rest[:-1], **options)
+    except SoftTimeLimitExceeded:
+        raise
+    except Exception as error:
+        if is_never_sent(error):
+            raise Unsendable(UNSENDABLE) from error
+        raise Unanswered(f"{task.name}: what follows it could not be sent") from error
+    request.callbacks = request.chain = None
+
+
+def _grouped(app: Celery, callbacks: list[Signature]) -> list[Signature]:
+    """Several callbacks as Celery sends them: each group, and the others as one more."""
+    if len(callbacks) <= 1:
+        return callbacks
+    others = [sig for sig in callbacks if not isinstance(sig, group)]
+    return [sig for sig in callbacks if isinstance(sig, group)] + ([group(others, app=app)] if others else [])
+
+
+def note_failed(task: KeyedTask, error: BaseException) -> None:
+    """Mark the errbacks that Celery is about to send after this task, which has raised `error`. Raises `Unsendable`."""
+    request = task.request
+    if isinstance(error, Ignore | Reject | Retry):
+        return
+    try:
         request.errbacks = _marked(task.app, request.errbacks)
+    except Exception as unread:
+        raise Unsendable(UNSENDABLE) from unread
 
 
 def _marked(app: Celery, sigs: Sequence[Any] | None) -> list[Signature]:

@@ -3,6 +3,9 @@
 With `track_started` Celery stores the state STARTED; then it calls `before_start`, and then `__call__`. If one of these
 raised outside the attempt, Celery would acknowledge the message, and neither a record nor a dead letter would say so.
 Inside it, an error of the last two means what an error of the body means, and a result backend that is away is logged.
+
+After the task Celery stores its result. If that raises, Celery takes it for an error of the task: the state is FAILURE then, but
+neither errbacks nor `on_failure` are called, which might undo what was done.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable
+from contextvars import ContextVar
 from copy import deepcopy
 from typing import Any
 
@@ -23,6 +27,8 @@ from ..observe.logs import log
 
 # The strategy of a task with batches, as Celery looks it up.
 BATCHING = "idempotency.worker.batching:strategy"
+# The task id of what has last been carried out here: Celery has forgotten its request when it calls `on_failure` for an error of its own.
+_carried_out: ContextVar[str | None] = ContextVar("carried_out", default=None)
 # A shallow copy of these is enough.
 IMMUTABLE = frozenset((str, int, float, bool, bytes, type(None)))
 
@@ -50,12 +56,17 @@ def check_class(cls: Any, base: Any) -> None:
 
 
 def move_into_attempt(cls: Any, base: Any) -> None:
-    """Leave a class's `track_started`, and its own `before_start` and `__call__`, to `run_in_attempt`. Idempotent."""
+    """Leave a class's `track_started`, and its own `before_start` and `__call__`, to `run_in_attempt`. Idempotent.
+
+    Its own `on_failure` is not called for what has been carried out.
+    """
     if cls.track_started:
         cls.tracks_attempts, cls.track_started = True, False
     if cls.before_start is not Task.before_start:
         cls.own_before_start = inspect.getattr_static(cls, "before_start")
         cls.before_start = Task.before_start
+    if cls.on_failure is not Task.on_failure and not hasattr(cls.on_failure, "own"):
+        cls.on_failure = _unless_carried_out(inspect.getattr_static(cls, "on_failure"))
     if cls.__call__ is not base.__call__ and not hasattr(cls.__call__, "own"):
         cls.own_call = inspect.getattr_static(cls, "__call__")
         cls.__call__ = _entrance(cls.own_call, base)
@@ -71,6 +82,23 @@ def _entrance(own: Callable[..., Any], base: Any) -> Callable[..., Any]:
 
     enter.own = own  # type: ignore[attr-defined]
     return enter
+
+
+def note_carried_out(request: Any) -> None:
+    """Note that an operation has ended without a failure, whatever Celery fails at after it."""
+    _carried_out.set(request.id)
+    request.errbacks = None
+
+
+def _unless_carried_out(own: Any) -> Callable[..., Any]:
+    def on_failure(task: Any, exc: BaseException, task_id: str, *others: Any) -> Any:
+        if task_id is not None and task_id == _carried_out.get():
+            log.error("not_told_to_celery", task=task.name, task_id=task_id, error=type(exc).__name__)
+            return None
+        return own.__get__(task, type(task))(exc, task_id, *others)
+
+    on_failure.own = own  # type: ignore[attr-defined]
+    return on_failure
 
 
 def run_in_attempt(task: Any) -> Any:

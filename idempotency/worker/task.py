@@ -11,10 +11,10 @@ ever leaves the wrapper here:
     Ignore                                   a duplicate in flight that was counted: acknowledged
     Ignore("revoked")                        the record is failed, or this is a duplicate of one that is not revoked;
                                              Celery's state is REVOKED (`revocation.py`): acknowledged
-    Reject(requeue=False)                    a defect of the message, or an error that nothing foresaw: it goes to the
-                                             dead-letter queue
-    Ignore, Reject(requeue=True)             no answer from Postgres, or of `cell_of`, or a soft time limit that hit our own
-                                             code: it is back in the outbox or the queue (`parking.py`)
+    Reject(requeue=False)                    a defect of the message or of what follows it, or an error that nothing foresaw: it
+                                             goes to the dead-letter queue
+    Ignore, Reject(requeue=True)             no answer from Postgres, of `cell_of`, or of the broker to what follows, or a soft time
+                                             limit that hit our own code: it is back in the outbox or the queue (`parking.py`)
 """
 
 from __future__ import annotations
@@ -165,15 +165,14 @@ class IdempotentTask(ControlledTask[P, R_co]):
             if args and isinstance(args[0], Context):
                 return cast(R_co, self._run_as_errback(args, kwargs))
             return cast(R_co, self.apply(args, kwargs, throw=True).get(disable_sync_subtasks=False))
-        outcome: Returned | Raised | None = None
         try:
             if (prepared := prepared_for(request)) is None:
                 outcome = self._deliver(delivery_of(self, request))
             else:
                 request.update(prepared.left)
                 outcome = self._deliver(prepared.delivery, prepared.answer.outcome)
-            following.note(self, outcome.error if isinstance(outcome, Raised) else None)
             if isinstance(outcome, Raised) and not request.is_eager:
+                following.note_failed(self, outcome.error)
                 leave_out_values(outcome.error)  # Celery logs it, and sends it to Flower and to a result backend
         except SoftTimeLimitExceeded:
             if request.is_eager:
@@ -186,7 +185,7 @@ class IdempotentTask(ControlledTask[P, R_co]):
                 raise
             leave_out_values(error)
             log.exception("rejected", task=self.name, task_id=request.id)
-            raise Reject(describe(error) if outcome is None else following.UNREADABLE, requeue=False) from error
+            raise Reject(describe(error), requeue=False) from error
         if isinstance(outcome, Raised):
             raise outcome.error if request.is_eager else told_to_celery(outcome.error)
         return cast(R_co, outcome.value)
@@ -287,6 +286,7 @@ class IdempotentTask(ControlledTask[P, R_co]):
 
     def _returned(self, delivery: Delivery, result: Any) -> Returned | Raised:
         if not is_replacement(result):
+            following.send(self, result)
             return Returned(result)
         try:
             return Returned(self._hand_over(result))
