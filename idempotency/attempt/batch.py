@@ -35,7 +35,7 @@ from ..store.answers import Claimed, Completed
 from ..store.statements import describe
 from ..wire.delivery import Delivery
 from ..wire.keys import OperationId
-from .endings import Finished
+from .endings import Finished, is_for_anothers_lock
 from .heartbeat import Holding
 from .policy import Policy
 from .runtime import Runtime
@@ -232,16 +232,22 @@ class _Batch:
     def run(self) -> dict[int, Finished]:
         """First without savepoints: they cost two round trips each, and beyond 64 every other transaction looks them up on disk.
 
-        If one body cannot stay, all are rolled back and run once more, each behind a savepoint.
+        If one body cannot stay, all are rolled back and run once more, each behind a savepoint. If one has met another
+        transaction's lock, all are rolled back and run alone: a savepoint leaves the others' locks held, which would meet again.
         """
         crash_point("claimed")
         if not self._attempts:
             return {}
         ran, done = "together", None
-        with suppress(_NotAll, IntegrityError):  # a constraint that is checked at COMMIT
-            done = self._try(savepoints=False)
-        if done is None:
-            ran, done = "again", self._try(savepoints=True)
+        try:
+            with suppress(_NotAll, IntegrityError):  # a constraint that is checked at COMMIT
+                done = self._try(savepoints=False)
+            if done is None:
+                ran, done = "again", self._try(savepoints=True)
+        except _Contended as contended:
+            ran, done = "alone", {}
+            error = describe(contended.__cause__ or contended)
+            log.warning("batch_contended", task=self._id.task, many=len(self._attempts), error=error)
         metrics.batches.labels(self._id.task, ran).inc()
         return done
 
@@ -274,6 +280,8 @@ class _Batch:
         except SoftTimeLimitExceeded:
             raise
         except (Exception, CancelledError) as error:
+            if is_for_anothers_lock(error):
+                raise _Contended from error
             if not savepoint:
                 raise _NotAll from error
             if connection.invalidated or not connection.in_transaction() or attempt.has_spoilt:
@@ -303,3 +311,7 @@ class _Batch:
 
 class _NotAll(Exception):
     """A body that is not behind a savepoint cannot stay in the transaction."""
+
+
+class _Contended(Exception):
+    """A body has met a lock of another transaction, which may wait for one of this batch."""

@@ -115,7 +115,8 @@ class Release:
 Ending = Finished | Fail | Release
 
 
-def _is_for_anothers_lock(error: BaseException) -> bool:
+def is_for_anothers_lock(error: BaseException) -> bool:
+    """Whether Postgres has ended a statement because of a lock of another transaction."""
     driver = driver_error(error)
     if not isinstance(driver, psycopg.Error):
         return False
@@ -168,7 +169,7 @@ def end_for(error: BaseException, attempt: Judged) -> Fail | Release:
     cause = error.cause if isinstance(error, Again) else error
     if attempt.delivery.only_asked and not isinstance(error, (Again, *policy.permanent_errors)):
         return Release(claim, 0.0, cause)  # the caller that asks again decides when
-    if _is_for_anothers_lock(cause) and claim.age + settings.lease <= settings.defer_budget:
+    if is_for_anothers_lock(cause) and claim.age + settings.lease <= settings.defer_budget:
         # Someone else's lock is not this operation's fault: a frozen holder keeps it for several leases.
         return Release(claim, random.uniform(0.0, settings.lease), cause, give_back=True)
     if isinstance(cause, NotConnected | PoolTimeout) and claim.age + settings.lease <= settings.defer_budget:
