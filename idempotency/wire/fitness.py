@@ -17,6 +17,8 @@ from .headers import MISPLACED, VERSION_HEADER
 # What Celery logs, of any message, and Flower shows: ids, and a name to be shown instead of the task's.
 _SHOWN = ("id", "shadow", "root_id", "parent_id", "group")
 _TIMES = ("eta", "expires")
+# Seconds: longer than anybody waits for a task, and a number for every clock.
+LONGEST_LIMIT = 10**9
 # The options of a call that become headers of another name.
 _OPTIONS = {"id": "task_id", "timelimit": "time_limit and soft_time_limit", "group": "group_id"}
 
@@ -35,7 +37,7 @@ def unfit(headers: Mapping[str, Any], zone: tzinfo) -> Iterator[tuple[str, str]]
         if headers.get(name) is not None and not is_time(headers[name], zone):
             yield name, "must be a time"
     if not _are_limits(headers.get("timelimit")):
-        yield "timelimit", "must be seconds"
+        yield "timelimit", f"must be seconds from 0 to {LONGEST_LIMIT}, as numbers"
     names, stamps = headers.get("stamped_headers") or [], headers.get("stamps") or {}
     # Celery looks each up when the pool has room
     if not (isinstance(names, list | tuple) and all(isinstance(name, str) for name in names)):
@@ -78,8 +80,10 @@ def time_of(value: Any, zone: tzinfo) -> datetime:
 
 def _are_limits(value: Any) -> bool:
     try:
-        hard, soft = value or (None, None)
-        float(hard or 0), float(soft or 0)
-    except (ValueError, TypeError, OverflowError):
+        limits = tuple(value or (None, None))
+    except TypeError:
         return False
-    return True
+    # not True either; one that is negative would end its process before the claim, and so each that it comes to
+    return len(limits) == 2 and all(
+        limit is None or (type(limit) in (int, float) and 0 <= limit <= LONGEST_LIMIT) for limit in limits
+    )

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
+from string import Formatter
 from typing import Annotated, Any, Literal
 
+from celery.utils.time import rate
 from pydantic import (
     AfterValidator,
     AllowInfNan,
@@ -62,6 +65,14 @@ def _takes(arguments: int) -> AfterValidator:
     return AfterValidator(check)
 
 
+def _rate(value: Any) -> Any:
+    try:
+        rate(value)
+    except KeyError:
+        raise ValueError("no such unit") from None
+    return value
+
+
 def _listed(value: Any) -> Any:
     return (value,) if isinstance(value, type) else value
 
@@ -81,7 +92,13 @@ _NEEDED: dict[str, tuple[Any, str]] = {
     "on_busy": (Literal["ack", "wait"], "'ack' or 'wait'"),
     "batch": (Annotated[int, Strict(), Field(ge=1, le=1000)], "a whole number from 1 to 1000"),
     "batch_commit": (Literal["together", "each"], "'together' or 'each'"),
-    "batch_wait": (_Seconds, "seconds above 0, as a number"),
+    "batch_wait": (Annotated[_Seconds, Field(le=60)], "seconds above 0 and at most 60, as a number"),
+    "time_limit": (_Seconds | None, "seconds above 0, as a number"),
+    "soft_time_limit": (_Seconds | None, "seconds above 0, as a number"),
+    "rate_limit": (
+        Annotated[str | int | float, AfterValidator(_rate)] | None,
+        "as Celery reads it: 10, '10/s', '10/m' or '10/h'",
+    ),
     "amount": (Annotated[str, Strict(), Field(min_length=1)] | None, "a template, the name of an argument, or None"),
     "moves_money": (Annotated[bool, Strict()], "True or False"),
     "max_attempts": (Annotated[int, Strict(), Field(ge=1)] | None, "a whole number from 1"),
@@ -106,10 +123,45 @@ def check_values(cls: type[Any]) -> None:
             raise SettingsError(f"{name} of {name_of(cls)}: must be {needed}, got {value!r}") from None
         if name == "permanent_errors":
             cls.permanent_errors = checked
+    hard, soft = getattr(cls, "time_limit", None), getattr(cls, "soft_time_limit", None)
+    if hard is not None and soft is not None and soft > hard:
+        raise SettingsError(
+            f"soft_time_limit of {name_of(cls)}: must not be above its time_limit={hard:g}, got {soft:g}"
+        )
+    check_amount(cls)
+
+
+def check_amount(cls: type[Any]) -> None:
+    """Refuse an `amount` that names no argument of the task. Raises `SettingsError`."""
+    amount, run = getattr(cls, "amount", None), cls.__dict__.get("run")
+    if amount is None or run is None:
+        return
+    try:
+        named = (
+            [field for _, field, _, _ in Formatter().parse(amount) if field is not None] if "{" in amount else [amount]
+        )
+    except ValueError as error:
+        raise SettingsError(f"amount of {name_of(cls)}: {error}") from None
+    parameters = inspect.signature(getattr(run, "__func__", run)).parameters
+    if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+        return
+    for field in named:
+        if (argument := re.split(r"[.[]", field)[0]) not in parameters:
+            raise SettingsError(f"amount of {name_of(cls)}: the task has no argument {argument!r}")
 
 
 def check_batch(cls: type[Any], given: Iterable[str]) -> None:
-    """Refuse options of batches in a task that has none: its messages would be claimed one by one. Raises `SettingsError`."""
+    """Refuse options of batches in a task whose messages are claimed one by one. Raises `SettingsError`.
+
+    `given`: by the task itself, of `batch_commit`, `batch_wait` and `rate_limit`.
+    """
     if cls.batch == 1 and "batch" not in vars(cls):
         for name in given:
-            raise SettingsError(f"{name} of {name_of(cls)}: does nothing without batch=, how many are claimed at once")
+            if name != "rate_limit":
+                raise SettingsError(
+                    f"{name} of {name_of(cls)}: does nothing without batch=, how many are claimed at once"
+                )
+    elif cls.batch > 1 and "rate_limit" in given and cls.rate_limit is not None:
+        raise SettingsError(
+            f"batch of {name_of(cls)}: does nothing with a rate_limit, by which messages go to the pool one by one"
+        )

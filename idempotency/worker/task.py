@@ -113,6 +113,7 @@ class IdempotentTask(ControlledTask[P, R_co]):
     abstract = True
     # Celery's own would acknowledge a revoked message and leave its record open.
     Request = "idempotency.worker.revocation:Request"
+    throws = (OperationFailed,)  # to a duplicate: its failure has been logged as such
 
     on_failed: ClassVar[OnFailed | None] = None
     permanent_errors: ClassVar[Sequence[type[BaseException]]] = ()
@@ -142,7 +143,7 @@ class IdempotentTask(ControlledTask[P, R_co]):
         # not in Celery's hook `on_bound`: applications override that one without calling ours
         symbol_by_name(INSTALL)()
         # Its own: of a class that was bound before, annotations would look the same.
-        of_batches = [] if cls.__bound__ else sorted(vars(cls).keys() & {"batch_commit", "batch_wait"})
+        of_batches = [] if cls.__bound__ else sorted(vars(cls).keys() & {"batch_commit", "batch_wait", "rate_limit"})
         bound: Celery = super().bind(app)
         check_values(cls)  # from task_annotations
         check_batch(cls, of_batches)

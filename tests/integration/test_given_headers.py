@@ -45,7 +45,10 @@ UNFIT: list[tuple[dict[str, Any], str]] = [
 ]
 UNFIT_SENT = [
     ({"shadow": "refund\u00a0of ann"}, "shadow: must be printable"),
-    ({"time_limit": "soon"}, "time_limit and soft_time_limit: must be seconds"),
+    ({"time_limit": "soon"}, "time_limit and soft_time_limit: must be seconds from 0 to 1000000000, as numbers"),
+    ({"soft_time_limit": -1}, "time_limit and soft_time_limit: must be seconds"),
+    ({"time_limit": float("nan")}, "time_limit and soft_time_limit: must be seconds"),
+    ({"time_limit": "3"}, "time_limit and soft_time_limit: must be seconds"),
     ({"eta": "tomorrow"}, "eta: must be a time"),
     ({"group_id": "a\nb"}, "group_id: must be printable"),
 ]

@@ -83,6 +83,11 @@ def test_an_option_of_batches_waits_for_a_batch_that_is_set_elsewhere(app: Celer
         ("retention_completed", "1", "seconds above 0, as a number"),
         ("retention_failed", 0, "seconds above 0, as a number"),
         ("retention_failed", float("nan"), "seconds above 0, as a number"),
+        ("time_limit", -1, "seconds above 0, as a number"),
+        ("time_limit", "3", "seconds above 0, as a number"),
+        ("soft_time_limit", float("nan"), "seconds above 0, as a number"),
+        ("rate_limit", "10/fortnight", "as Celery reads it: 10, '10/s', '10/m' or '10/h'"),
+        ("batch", "10", "a whole number from 1 to 1000"),
     ],
 )
 def test_an_option_of_no_use_is_refused_with_its_task_and_what_is_needed(
@@ -91,6 +96,42 @@ def test_an_option_of_no_use_is_refused_with_its_task_and_what_is_needed(
     with pytest.raises(SettingsError) as refused:
         task(app, **{option: value})
     assert str(refused.value) == f"{option} of shop.pay: must be {needed}, got {value!r}"
+
+
+def test_a_message_waits_for_others_for_a_minute_at_most(app: Celery) -> None:
+    with pytest.raises(
+        SettingsError, match=r"batch_wait of shop\.pay: must be seconds above 0 and at most 60, as a number"
+    ):
+        task(app, batch=10, batch_wait=61.0)
+
+
+def test_a_task_whose_rate_is_limited_has_no_batch(app: Celery) -> None:
+    with pytest.raises(SettingsError, match=r"batch of shop\.pay: does nothing with a rate_limit"):
+        task(app, batch=10, rate_limit="10/s")
+
+
+def test_a_soft_limit_above_the_hard_one_is_refused(app: Celery) -> None:
+    with pytest.raises(SettingsError, match=r"soft_time_limit of shop\.pay: must not be above its time_limit=3, got 9"):
+        task(app, soft_time_limit=9, time_limit=3)
+
+
+@pytest.mark.parametrize(
+    ("amount", "what"),
+    [
+        ("{nosuch} EUR", "the task has no argument 'nosuch'"),
+        ("nosuch", "the task has no argument 'nosuch'"),
+        ("{payment_id} {nosuch.unit}", "the task has no argument 'nosuch'"),
+        ("{payment_id", "expected '}' before end of string"),
+    ],
+)
+def test_an_amount_names_arguments(app: Celery, amount: str, what: str) -> None:
+    with pytest.raises(SettingsError) as refused:
+        task(app, amount=amount)
+    assert str(refused.value) == f"amount of shop.pay: {what}"
+
+
+def test_an_amount_of_an_argument_is_taken(app: Celery) -> None:
+    assert task(app, amount="{payment_id[total]} EUR").amount == "{payment_id[total]} EUR"
 
 
 def test_an_annotation_of_no_use_is_refused_like_an_option(app: Celery) -> None:
