@@ -32,6 +32,8 @@ DEFECTS = (CallRefused, DataError, IntegrityError, UnknownVersion)
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 5.0
 # Seconds. Longer than a restart or a failover; far below RabbitMQ's consumer time-out of 30 minutes.
 PATIENCE = 300.0
+# So many times that long the messages of one job wait in vain, all together.
+OUTAGES = 2
 # Of a hard time limit: the rest is for putting the message back before the process is killed.
 SHARE_OF_TIME_LIMIT = 0.8
 # Seconds until a shutdown is noticed.
@@ -51,13 +53,15 @@ class Budget:
     began: float = field(default_factory=time.monotonic)
     # One of them has waited in vain, and none has been answered since.
     is_spent: bool = False
+    # Seconds that some of them have waited in vain, all together.
+    in_vain: float = 0.0
 
 
 class Waiting:
     """How long one delivery waits: `PATIENCE` seconds, and less when the worker stops or the soft time limit passes.
 
-    Once one of a batch has waited in vain, those after it ask only once. An eager call waits only for a Postgres that is away;
-    everything else is raised to its caller.
+    Once one of a batch has waited in vain, those after it ask only once, until one is answered, and after `OUTAGES` of them all do. An
+    eager call waits only for a Postgres that is away; everything else is raised to its caller.
     """
 
     def __init__(
@@ -96,6 +100,7 @@ class Waiting:
                 self._log_once(error)
                 if time.monotonic() >= self._until() or is_stopping():
                     self._budget.is_spent = True
+                    self._budget.in_vain += time.monotonic() - self._began
                     raise Unanswered from error
                 self._pause = min(max(2 * self._pause, FIRST_PAUSE), LONGEST_PAUSE)
 
@@ -103,7 +108,7 @@ class Waiting:
         """When patience ends. Asked only after a failure: hardly any delivery has one."""
         if self._is_cut_short or self._budget.is_spent:
             return self._began
-        until = self._began + PATIENCE
+        until = self._began + min(PATIENCE, OUTAGES * PATIENCE - self._budget.in_vain)
         limit = min(filter(None, (self._budget.limit, self._time_limit(), _worker_limit)), default=None)
         return until if limit is None else min(until, self._budget.began + SHARE_OF_TIME_LIMIT * limit)
 

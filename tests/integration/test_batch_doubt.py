@@ -20,7 +20,7 @@ from idempotency.store import batches, claims, ends, statements
 from idempotency.upkeep import maintenance
 from idempotency.wire.keys import OperationId
 from idempotency.worker import waiting
-from tests.support.batches import lose_the_answer, many, put, run, states
+from tests.support.batches import lose_the_answer, many, message, put, put_one, run, states
 from tests.support.tasks import make_task
 
 TOGETHER_AND_EACH = pytest.mark.parametrize("commit", ["each", "together"])
@@ -150,6 +150,30 @@ def test_a_message_waits_again_once_another_one_had_an_answer(
     asked = Asked(bank, monkeypatch, back_for="e3")
     assert [asked.keys.count(f"e{n}") > 1 for n in range(8)] == [True, False, False, False, True, False, False, False]
     assert states(engine) == {"e3": "completed"}
+
+
+# A trigger of the application's.
+REFUSE = """
+CREATE FUNCTION refuse_bad() RETURNS trigger LANGUAGE plpgsql AS $$BEGIN RAISE EXCEPTION 'not this one'; END$$;
+CREATE TRIGGER refuse_bad BEFORE INSERT ON idempotency.records FOR EACH ROW
+WHEN (NEW.key LIKE 'bad%') EXECUTE FUNCTION refuse_bad();
+"""
+
+
+@pytest.mark.long
+def test_rows_that_postgres_refuses_do_not_each_hold_up_their_batch(
+    bank: Celery, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between two of them another message is answered, each time."""
+    monkeypatch.setattr(waiting, "PATIENCE", 2.0)
+    with engine.connect() as connection:
+        connection.execute(text(REFUSE))
+    task = make_task(bank, put_one, key="{account}", batch=10, batch_commit="each")
+    keys = [f"{kind}{n}" for n in range(6) for kind in ("bad", "good")]
+    began = time.monotonic()
+    run(bank, task, *(message(bank, task, key) for key in keys))
+    assert time.monotonic() - began < 6 * waiting.PATIENCE
+    assert states(engine) == dict.fromkeys((f"good{n}" for n in range(6)), "completed")
 
 
 def test_a_batch_waits_for_postgres_within_its_own_limit(
