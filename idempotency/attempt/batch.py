@@ -26,6 +26,7 @@ from sqlalchemy import Connection
 from sqlalchemy.exc import DBAPIError, IntegrityError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
+from .. import objects
 from ..framework import Framework, framework
 from ..observe import metrics
 from ..observe.crash_points import crash_point
@@ -223,6 +224,8 @@ class _Batch:
         self._attempts = attempts
         self._policy = policy
         self._body = body
+        # of bodies that are known to be rolled back
+        self._in_vain: list[str] = []
 
     @property
     def _id(self) -> OperationId:
@@ -243,11 +246,15 @@ class _Batch:
             with suppress(_NotAll, IntegrityError):  # a constraint that is checked at COMMIT
                 done = self._try(savepoints=False)
             if done is None:
+                self._note_undone(*self._attempts.values())
                 ran, done = "again", self._try(savepoints=True)
         except _Contended as contended:
+            self._note_undone(*self._attempts.values())
             ran, done = "alone", {}
             error = describe(contended.__cause__ or contended)
             log.warning("batch_contended", task=self._id.task, many=len(self._attempts), error=error)
+        finally:
+            objects.forget(self._runtime.settings.large_results_at, self._in_vain)
         metrics.batches.labels(self._id.task, ran).inc()
         return done
 
@@ -286,7 +293,14 @@ class _Batch:
                 raise _NotAll from error
             if connection.invalidated or not connection.in_transaction() or attempt.has_spoilt:
                 raise
+            self._note_undone(attempt)
             return None
+
+    def _note_undone(self, *attempts: SharingAttempt) -> None:
+        """Note what was put for these, whose transaction or savepoint is rolled back. An erasure would not find it."""
+        self._in_vain += [each.stored for each in attempts if each.stored is not None]
+        for each in attempts:
+            each.stored = None
 
     def _check_time(self) -> None:
         """Raise `SoftTimeLimitExceeded`, which the pool raises once: a body may have handled it."""

@@ -46,6 +46,8 @@ class SharingAttempt(Attempt):
     is_about_others = False
     # Its span, which is noted with its end.
     trace: str | None = None
+    # Its result as its record would keep it, until that is committed.
+    stored: str | None = None
 
     def keep(self) -> Holding:
         """Have the heartbeat renew its claim until the body runs alone, for which the longest run begins anew."""
@@ -102,7 +104,7 @@ def run_within(
                 attempt.leave()
             result = body(attempt)
             session.flush()  # first: if it raises, no large result has been put
-            stored = runtime.stored_result(result)
+            attempt.stored = stored = runtime.stored_result(result)
         finally:
             note_spoilt()
         if (

@@ -10,7 +10,10 @@ from collections.abc import Iterator, Sequence
 from typing import Protocol, runtime_checkable
 from urllib.parse import unquote, urlsplit
 
+from billiard.exceptions import SoftTimeLimitExceeded
+
 from ..errors import ResultUnreadable, Undecided
+from ..observe.logs import log
 from ..wire import references
 
 # Names that `older` gives at a time, and that `delete` takes: as many as S3 lists and deletes by one request.
@@ -83,6 +86,19 @@ def keep(store: ObjectStore, text: str) -> str:
     reference = references.new_reference(data)
     store.put(reference.name, data)
     return str(reference)
+
+
+def forget(store: ObjectStore | None, texts: Sequence[str]) -> None:
+    """Delete what was put for these stored results, to which no record refers. What fails is left to the sweep."""
+    names = [references.reference(text).name for text in texts if references.is_reference(text)]
+    if store is None or not names:
+        return
+    try:
+        store.delete(names)
+    except SoftTimeLimitExceeded:
+        raise
+    except Exception as error:
+        log.warning("objects_left", many=len(names), error=type(error).__name__)
 
 
 def fetch(store: ObjectStore | None, text: str) -> str:

@@ -7,6 +7,7 @@ import json
 import os
 import threading
 import tracemalloc
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 from billiard.exceptions import SoftTimeLimitExceeded
 from celery import Celery
 from celery.app.trace import trace_task_ret
-from sqlalchemy import Engine
+from sqlalchemy import Engine, text
 
 from idempotency import Handle, OperationId, lookup
 from idempotency.application import runtime_of
@@ -22,6 +23,7 @@ from idempotency.attempt.endings import Finished
 from idempotency.attempt.policy import Policy
 from idempotency.attempt.run import run as run_attempt
 from idempotency.attempt.runtime import Runtime
+from idempotency.attempt.sharing import Alone
 from idempotency.errors import InvalidResult, ResultUnreadable
 from idempotency.operate.change import Change
 from idempotency.operate.erase import erase
@@ -32,7 +34,7 @@ from idempotency.upkeep import alarms, overview
 from idempotency.wire.delivery import Delivery
 from idempotency.wire.keys import fingerprint
 from tests.support import operations as op
-from tests.support.batches import message, run, states
+from tests.support.batches import message, put, run, states
 from tests.support.deliveries import Deliveries
 from tests.support.large_results import LIMIT, Down, Place, body, large, place_of, stored
 from tests.support.tasks import make_task
@@ -121,6 +123,30 @@ def test_it_may_be_away_for_longer_than_anything_may_be_deferred(
         with engine.connect() as connection:
             op.age(connection, op.operation(task, "e0"), opened_at=-2 * runtime_of(bank).settings.defer_budget)
     assert (record("e0").status, record("e0").attempts) == ("released", 0)
+
+
+@pytest.mark.parametrize("behind", [False, True], ids=["first run", "behind savepoints"])
+def test_what_a_body_has_put_that_could_not_stay_is_deleted(
+    behind: bool, bank: Celery, engine: Engine, directory: Place
+) -> None:
+    """An erasure would not find it: no record refers to it."""
+    runs: list[str] = []
+
+    def body(self: Any, account: str) -> Any:
+        put(self, account)
+        runs.append(account)
+        if account == "e1":
+            raise ValueError("cannot stay")
+        if behind and account == "e0" and runs.count("e0") == 2:
+            with suppress(Alone):  # it is noticed at its end all the same
+                self.session.execute(text("SELECT set_config('application_name', 'other', true)"))
+        return large()
+
+    task = make_task(bank, body, key="{account}", batch=20, max_attempts=1)
+    run(bank, task, *(message(bank, task, f"e{n}") for n in range(3)))
+    assert states(engine) == {"e0": "completed", "e1": "failed", "e2": "completed"}
+    assert runs.count("e0") == (3 if behind else 2)
+    assert len(directory.names) == 2  # each once
 
 
 def test_a_place_that_has_failed_is_not_asked_by_the_others_of_a_batch(
