@@ -11,6 +11,7 @@ def check_objects(store: ObjectStore) -> list[Finding]:
     try:
         next(store.older(0.0), None)
     except Exception as error:
-        said = f"does not answer: {type(error).__name__}"  # its text may have an address in it
+        what = "no such directory" if isinstance(error, FileNotFoundError) else type(error).__name__
+        said = f"does not answer: {what}"  # its text may have an address in it
         return [Finding(Level.REFUSAL, "large results", said, "check idempotency_large_results_at and its place")]
     return [ok("large results", "their place can be read")]

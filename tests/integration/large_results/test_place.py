@@ -208,7 +208,7 @@ def test_a_directory_that_is_not_mounted_is_not_made(
     assert record("e0").status == "released"
     assert not (tmp_path / "mount").exists()
     (finding,) = [each for each in doctor(bank) if each.subject == "large results"]
-    assert (finding.level, finding.found) == (Level.REFUSAL, "does not answer: FileNotFoundError")
+    assert (finding.level, finding.found) == (Level.REFUSAL, "does not answer: no such directory")
 
 
 def test_a_mount_point_is_no_place() -> None:
