@@ -114,7 +114,7 @@ class _Metrics:
         )
         self.put_back = counter(
             "idempotency_put_back",
-            "Deliveries put back because Postgres did not answer in time, by where they wait",
+            "Deliveries put back because Postgres did not answer in time, or the broker to what follows, by where they wait",
             ["task", "to"],
         )
         self.mismatches = counter(

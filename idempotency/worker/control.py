@@ -95,6 +95,7 @@ class ControlledTask(RunningTask[P, R_co], RetriedTask[P, R_co], Generic[P, R_co
         except Exception as error:
             if is_never_sent(error) and not self.request.is_eager:  # an eager call has run it
                 raise UnsupportedControl(f"replace: its signature cannot be sent: {describe(error)}") from error
+            log.warning("not_sent", task=self.name, task_id=self.request.id, error=describe(error))
             raise Unanswered(f"{self.name}: its replacement could not be sent") from error
 
     def _read(self, delivery: Delivery, stored: str) -> Any:

@@ -1,9 +1,10 @@
 """What is sent after a task: its callbacks, the next of its chain, its errbacks.
 
-Celery's tracer would send them once the task has returned, and take what that raises for the task's own error: a committed
-operation would be a failure to its hooks and errbacks, and the refused call would be gone. So they are sent here, before the
-task returns: while the broker does not take them, the message comes back. A call that can be seen to be refused is refused where
-the whole is sent, and what turns out to be wrong later goes out as it is: the guard of its worker makes it a dead letter.
+Celery's tracer would send the callbacks and the chain once the task has returned, and take what that raises for the task's own
+error: a committed operation would be a failure to its hooks and errbacks, and the refused call would be gone. So they are sent
+here, before the task returns: while the broker does not take them, the message comes back. A call that can be seen to be refused is
+refused where the whole is sent, and what turns out to be wrong later goes out as it is: the guard of its worker makes it a dead
+letter. Errbacks are sent by Celery.
 """
 
 from __future__ import annotations
@@ -18,12 +19,15 @@ from celery import Celery, Signature, group, signature
 from celery.exceptions import Ignore, ImproperlyConfigured, Reject, Retry
 from kombu.exceptions import SerializationError
 
-from ..errors import CallRefused, MissingKey, Unanswered
+from ..errors import CallRefused, MissingKey, Unanswered, UnsupportedControl
+from ..observe.logs import log
+from ..store.statements import describe
 from ..wire.delivery import NamesItsOperation
 from ..wire.fitness import misplaced, unfit
 from ..wire.headers import KEY_HEADER, REFUSED_HEADER, TENANT_HEADER, harmless_headers, refused_headers, senders_headers
 from ..wire.limits import BODY_LIMIT, too_much_to_send
-from . import hooks, signed_calls
+from . import signed_calls
+from .prepared import note_interrupted
 from .using import check_sent
 
 if TYPE_CHECKING:
@@ -33,14 +37,8 @@ if TYPE_CHECKING:
 # the broker finds too large.
 NEVER_SENT = (CallRefused, ImproperlyConfigured, SerializationError, NotImplementedError, ValueError, TypeError,
               LookupError, AttributeError, PreconditionFailed)  # fmt: skip
-# Why the message of an operation that has ended is rejected.
-UNSENDABLE = "what follows it cannot be sent"
 # The option of a signature that follows a task in a worker. It never gets into a message.
 FOLLOWS = "idempotency_follows"
-
-
-class Unsendable(Exception):
-    """What follows an operation that has ended can never be sent: its message is kept as a dead letter."""
 
 
 def is_never_sent(error: Exception) -> bool:
@@ -127,37 +125,43 @@ def send_refused(task: KeyedTask, args: Any, kwargs: Any, celerys: Any, named: M
 def is_too_large(args: Any, kwargs: Any) -> bool:
     """Whether no broker takes these arguments, as a large result may make them."""
     size = 0
-    for part in json.JSONEncoder().iterencode([args, kwargs]):
-        size += len(part)
-        if size > BODY_LIMIT:
-            return True
+    try:
+        for part in json.JSONEncoder().iterencode([args, kwargs]):
+            size += len(part)
+            if size > BODY_LIMIT:
+                return True
+    except TypeError:  # of what Celery's JSON has beside: the broker says whether it is
+        pass
     return False
 
 
 def send(task: KeyedTask, result: Any) -> None:
     """Send the callbacks of a task that has returned, and the next of its chain, so that Celery's tracer finds none.
 
-    Raises `Unanswered` if the broker did not take them: they are owed, so the message has to come back; and `Unsendable`.
+    Raises `Unanswered` if the broker did not take them: they are owed, so the message has to come back. Raises `UnsupportedControl`
+    if they can never be sent.
     """
     request, app = task.request, task.app
-    hooks.note_carried_out(request)
-    if request.is_eager or not (request.callbacks or request.chain):
+    if request.is_eager:
+        return
+    callbacks, chain = request.callbacks, request.chain or []
+    request.callbacks = request.chain = None
+    if not callbacks and not chain:
         return
     inherited = (request.delivery_info or {}).get("priority") if app.conf.task_inherit_parent_priority else None
     options = {"parent_id": request.id, "root_id": request.root_id or request.id, "priority": inherited}
     try:
-        for sig in _grouped(app, _marked(app, request.callbacks)):
+        for sig in _grouped(app, _marked(app, callbacks)):
             sig.apply_async((result,), **options)
-        rest = request.chain or []
-        for sig in _marked(app, rest[-1:]):
-            sig.apply_async((result,), chain=rest[:-1], **options)
-    except SoftTimeLimitExceeded:
-        raise
+        for sig in _marked(app, chain[-1:]):
+            sig.apply_async((result,), chain=chain[:-1], **options)
     except Exception as error:
-        if is_never_sent(error):
-            raise Unsendable(UNSENDABLE) from error
+        if isinstance(error, SoftTimeLimitExceeded):
+            note_interrupted(request)
+        elif is_never_sent(error):
+            raise UnsupportedControl(f"what follows it cannot be sent: {describe(error)}") from error
+        log.warning("not_sent", task=task.name, task_id=request.id, error=describe(error))
         raise Unanswered(f"{task.name}: what follows it could not be sent") from error
-    request.callbacks = request.chain = None
 
 
 def _grouped(app: Celery, callbacks: list[Signature]) -> list[Signature]:
@@ -169,14 +173,9 @@ def _grouped(app: Celery, callbacks: list[Signature]) -> list[Signature]:
 
 
 def note_failed(task: KeyedTask, error: BaseException) -> None:
-    """Mark the errbacks that Celery is about to send after this task, which has raised `error`. Raises `Unsendable`."""
-    request = task.request
-    if isinstance(error, Ignore | Reject | Retry):
-        return
-    try:
-        request.errbacks = _marked(task.app, request.errbacks)
-    except Exception as unread:
-        raise Unsendable(UNSENDABLE) from unread
+    """Mark the errbacks that Celery is about to send after this task, which has raised `error`."""
+    if not isinstance(error, Ignore | Reject | Retry):
+        task.request.errbacks = _marked(task.app, task.request.errbacks)
 
 
 def _marked(app: Celery, sigs: Sequence[Any] | None) -> list[Signature]:

@@ -4,8 +4,8 @@ With `track_started` Celery stores the state STARTED; then it calls `before_star
 raised outside the attempt, Celery would acknowledge the message, and neither a record nor a dead letter would say so.
 Inside it, an error of the last two means what an error of the body means, and a result backend that is away is logged.
 
-After the task Celery stores its result. If that raises, Celery takes it for an error of the task: the state is FAILURE then, but
-neither errbacks nor `on_failure` are called, which might undo what was done.
+After an `IdempotentTask` Celery stores its result. If that raises, Celery takes it for an error of the task: the state is FAILURE
+then, but neither errbacks nor `on_failure` are called, which might undo what was done.
 """
 
 from __future__ import annotations
@@ -84,10 +84,17 @@ def _entrance(own: Callable[..., Any], base: Any) -> Callable[..., Any]:
     return enter
 
 
+def note_entered(request: Any) -> None:
+    """Note that nothing is known yet of a message that is delivered."""
+    if not request.is_eager:
+        _carried_out.set(None)
+
+
 def note_carried_out(request: Any) -> None:
     """Note that an operation has ended without a failure, whatever Celery fails at after it."""
-    _carried_out.set(request.id)
-    request.errbacks = None
+    if not request.is_eager:  # in the hook of another one, say
+        request.errbacks = None
+        _carried_out.set(request.id)
 
 
 def _unless_carried_out(own: Any) -> Callable[..., Any]:

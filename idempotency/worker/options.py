@@ -78,6 +78,7 @@ def _listed(value: Any) -> Any:
 
 
 _Seconds = Annotated[float, Strict(), AllowInfNan(False), Field(gt=0)]
+_Limit = Annotated[float, Strict(), AllowInfNan(False), Field(ge=0)]
 
 # What each option has to be, and in words.
 _NEEDED: dict[str, tuple[Any, str]] = {
@@ -93,8 +94,8 @@ _NEEDED: dict[str, tuple[Any, str]] = {
     "batch": (Annotated[int, Strict(), Field(ge=1, le=1000)], "a whole number from 1 to 1000"),
     "batch_commit": (Literal["together", "each"], "'together' or 'each'"),
     "batch_wait": (Annotated[_Seconds, Field(le=60)], "seconds above 0 and at most 60, as a number"),
-    "time_limit": (_Seconds | None, "seconds above 0, as a number"),
-    "soft_time_limit": (_Seconds | None, "seconds above 0, as a number"),
+    "time_limit": (_Limit | None, "seconds from 0, which is none, as a number"),
+    "soft_time_limit": (_Limit | None, "seconds from 0, which is none, as a number"),
     "rate_limit": (
         Annotated[str | int | float, AfterValidator(_rate)] | None,
         "as Celery reads it: 10, '10/s', '10/m' or '10/h'",
@@ -124,14 +125,14 @@ def check_values(cls: type[Any]) -> None:
         if name == "permanent_errors":
             cls.permanent_errors = checked
     hard, soft = getattr(cls, "time_limit", None), getattr(cls, "soft_time_limit", None)
-    if hard is not None and soft is not None and soft > hard:
+    if hard and soft and soft > hard:
         raise SettingsError(
             f"soft_time_limit of {name_of(cls)}: must not be above its time_limit={hard:g}, got {soft:g}"
         )
-    check_amount(cls)
+    _check_amount(cls)
 
 
-def check_amount(cls: type[Any]) -> None:
+def _check_amount(cls: type[Any]) -> None:
     """Refuse an `amount` that names no argument of the task. Raises `SettingsError`."""
     amount, run = getattr(cls, "amount", None), cls.__dict__.get("run")
     if amount is None or run is None:

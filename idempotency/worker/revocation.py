@@ -56,6 +56,15 @@ class KeyedRequest(request.Request):
             return self.reject(requeue=False)
         return super().on_failure(exc_info, *args, **kwargs)
 
+    def on_timeout(self, soft: bool, timeout: float) -> None:
+        """After a hard limit the message comes back, and the operation goes on: no failure, whose errbacks might undo what it has done."""
+        if soft or state.should_terminate:
+            super().on_timeout(soft, timeout)
+            return
+        state.task_ready(self)
+        request.error("Hard time limit (%ss) exceeded for %s[%s]", timeout, self.name, self.id)
+        self.reject(requeue=True)
+
     def info(self, safe: bool = False) -> Any:
         """What remote control shows, `celery inspect active` and Flower's pages: never arguments."""
         return super().info(safe=True)

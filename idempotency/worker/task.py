@@ -11,10 +11,10 @@ ever leaves the wrapper here:
     Ignore                                   a duplicate in flight that was counted: acknowledged
     Ignore("revoked")                        the record is failed, or this is a duplicate of one that is not revoked;
                                              Celery's state is REVOKED (`revocation.py`): acknowledged
-    Reject(requeue=False)                    a defect of the message or of what follows it, or an error that nothing foresaw: it
-                                             goes to the dead-letter queue
-    Ignore, Reject(requeue=True)             no answer from Postgres, of `cell_of`, or of the broker to what follows, or a soft time
-                                             limit that hit our own code: it is back in the outbox or the queue (`parking.py`)
+    Reject(requeue=False)                    a defect of the message, or an error that nothing foresaw: it goes to the
+                                             dead-letter queue
+    Ignore, Reject(requeue=True)             no answer of Postgres, `cell_of` or the broker, or a soft time limit that hit our own
+                                             code: it is back in the outbox or the queue (`parking.py`)
 """
 
 from __future__ import annotations
@@ -166,6 +166,7 @@ class IdempotentTask(ControlledTask[P, R_co]):
             if args and isinstance(args[0], Context):
                 return cast(R_co, self._run_as_errback(args, kwargs))
             return cast(R_co, self.apply(args, kwargs, throw=True).get(disable_sync_subtasks=False))
+        hooks.note_entered(request)
         try:
             if (prepared := prepared_for(request)) is None:
                 outcome = self._deliver(delivery_of(self, request))
@@ -187,9 +188,9 @@ class IdempotentTask(ControlledTask[P, R_co]):
             leave_out_values(error)
             log.exception("rejected", task=self.name, task_id=request.id)
             raise Reject(describe(error), requeue=False) from error
-        if isinstance(outcome, Raised):
-            raise outcome.error if request.is_eager else told_to_celery(outcome.error)
-        return cast(R_co, outcome.value)
+        if isinstance(outcome, Returned):
+            return cast(R_co, outcome.value)
+        raise outcome.error if request.is_eager else told_to_celery(outcome.error)
 
     def _deliver(self, delivery: Delivery, known: Outcome | None = None) -> Returned | Raised:
         """`known`: its outcome, if a batch has found that nothing is left to run."""
@@ -286,15 +287,17 @@ class IdempotentTask(ControlledTask[P, R_co]):
                 return Raised(self._yield_to_holder(delivery))
 
     def _returned(self, delivery: Delivery, result: Any) -> Returned | Raised:
-        if not is_replacement(result):
-            following.send(self, result)
-            return Returned(result)
+        hooks.note_carried_out(self.request)
         try:
-            return Returned(self._hand_over(result))
+            if is_replacement(result):
+                return Returned(self._hand_over(result))
+            following.send(self, result)
         except Ignore as replaced:
             return Raised(replaced)
         except UnsupportedControl as error:
-            return Raised(self._kept(delivery, int(delivery.headers.get(GENERATION_HEADER, 1)), error))
+            kept = self._kept(delivery, int(delivery.headers.get(GENERATION_HEADER, 1)), error)
+            return Raised(kept) if is_replacement(result) else Returned(result)
+        return Returned(result)
 
     def _run_as_errback(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         return run_as_errback(self, args, kwargs)
@@ -335,10 +338,8 @@ class IdempotentTask(ControlledTask[P, R_co]):
         """Ask the database for as long as this delivery can wait. Raises `Unanswered`."""
 
         def time_limit() -> float | None:
-            limit: float | None = (
-                (self.request.timelimit or (None,))[0] or self.time_limit or self.app.conf.task_time_limit
-            )
-            return limit
+            own = (self.request.timelimit or (None,))[0] or self.time_limit
+            return cast(float | None, own or self.app.conf.task_time_limit)
 
         budget = budget_of(self.request)
         return Waiting(self.name, time_limit=time_limit, is_eager=delivery.is_eager, budget=budget).answer(ask)

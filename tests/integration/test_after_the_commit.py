@@ -97,8 +97,9 @@ def waiting(engine: Engine) -> int:
 
 
 def how(ended: list[Any]) -> list[str | None]:
-    """What is raised to Celery for each message."""
-    return [None if failed == 0 else repr(value.exception.exc) for failed, value, _ in ended]
+    """What is raised to Celery for each message; of one that was not begun, too, nothing."""
+    raised = [each[1].exception if each is not None and each[0] else None for each in ended]
+    return [None if each is None else repr(getattr(each, "exc", each)) for each in raised]
 
 
 @pytest.mark.few(3)
@@ -152,11 +153,9 @@ NEVER: dict[str, Callable[[Celery], Any]] = {
 
 @pytest.mark.few(3)
 @pytest.mark.parametrize("what", NEVER)
-def test_what_can_never_be_sent_rejects_the_message(
+def test_what_can_never_be_sent_is_a_dead_letter_and_the_task_a_success(
     what: str, made: Any, bank: Celery, engine: Engine, told: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It becomes a dead letter, and not a failure: the operation is carried out."""
-
     def body(self: IdempotentTask, account: str) -> str:
         put(self, account)
         return "x" * (128 * 1024)
@@ -166,7 +165,45 @@ def test_what_can_never_be_sent_rejects_the_message(
     monkeypatch.setattr(following, "BODY_LIMIT", 64 * 1024)
     monkeypatch.setattr(bank.amqp.queues, "create_missing", False)
     _, send = made(body, chain=[json.loads(json.dumps(NEVER[what](bank)))])
-    assert how(send()) == ["reject requeue=False: Unsendable: what follows it cannot be sent"] * 2
+    assert how(send()) == [None, None]
     assert states(engine) == {"e0": "completed", "e1": "completed"}
+    with engine.connect() as connection:
+        letters = connection.execute(
+            text("SELECT key, reason, status FROM idempotency.dead_letters ORDER BY key")
+        ).all()
+    assert [tuple(each) for each in letters] == [(key, "unsupported_control", "open") for key in ("e0", "e1")]
     assert told == []
     assert queues.drained(bank) == []
+
+
+def test_a_replacement_that_can_never_be_sent_undoes_nothing(
+    made: Any, bank: Celery, engine: Engine, told: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def body(self: IdempotentTask, account: str) -> None:
+        put(self, account)
+        self.replace(bank.signature("celery.ping", immutable=True).set(queue="nowhere"))
+
+    monkeypatch.setattr(bank.amqp.queues, "create_missing", False)
+    _, send = made(body)
+    assert [said is not None and said.startswith("UnsupportedControl") for said in how(send())] == [True, True]
+    assert states(engine) == {"e0": "completed", "e1": "completed"}
+    assert told == []
+
+
+def test_a_time_limit_while_what_follows_is_sent_keeps_the_message_in_the_outbox(
+    made: Any, bank: Celery, engine: Engine, told: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, send = made(put_one, chain=[follow("next")])
+    with monkeypatch.context() as patched:
+        patched.setattr(b.returning, "apply_async", raise_(SoftTimeLimitExceeded()))
+        ended = send()
+    assert how(ended)[0] == "Ignore()"
+    assert waiting(engine) >= 1
+    assert told == []
+
+
+def raise_(error: Exception) -> Callable[..., Any]:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise error
+
+    return fail

@@ -82,14 +82,25 @@ def test_a_soft_limit_during_the_commit_is_a_doubt_the_record_resolves(
 
 @pytest.mark.long
 def test_after_a_hard_limit_another_child_finishes_the_operation(
-    bank: Celery, worker: Worker, relay: Relay, directory: Path, completed: Callable[..., Any], entries: Entries
+    bank: Celery,
+    worker: Worker,
+    relay: Relay,
+    directory: Path,
+    completed: Callable[..., Any],
+    entries: Entries,
+    record: Record,
 ) -> None:
+    """And no errback is sent: the operation goes on."""
     crashing.plan(directory, "finish.written", crashing.HOLD)
-    app_module.deposit.apply_async(("a",), time_limit=1)
+    undo = app_module.returning.si("undo").set(idempotency_key="undo")
+    app_module.deposit.apply_async(("a",), time_limit=1, link_error=undo)
 
     completed("a")
     assert entries("a") == 1
     assert "Hard time limit" in worker.log
+    app_module.deposit.delay("behind")
+    completed("behind")
+    assert record("undo") is None
 
 
 def test_a_hard_limit_while_postgres_does_not_answer_loses_no_message(
