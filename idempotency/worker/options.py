@@ -124,11 +124,6 @@ def check_values(cls: type[Any]) -> None:
             raise SettingsError(f"{name} of {name_of(cls)}: must be {needed}, got {value!r}") from None
         if name == "permanent_errors":
             cls.permanent_errors = checked
-    hard, soft = getattr(cls, "time_limit", None), getattr(cls, "soft_time_limit", None)
-    if hard and soft and soft > hard:
-        raise SettingsError(
-            f"soft_time_limit of {name_of(cls)}: must not be above its time_limit={hard:g}, got {soft:g}"
-        )
     _check_amount(cls)
 
 

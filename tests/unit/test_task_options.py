@@ -110,11 +110,6 @@ def test_a_task_whose_rate_is_limited_has_no_batch(app: Celery) -> None:
         task(app, batch=10, rate_limit="10/s")
 
 
-def test_a_soft_limit_above_the_hard_one_is_refused(app: Celery) -> None:
-    with pytest.raises(SettingsError, match=r"soft_time_limit of shop\.pay: must not be above its time_limit=3, got 9"):
-        task(app, soft_time_limit=9, time_limit=3)
-
-
 @pytest.mark.parametrize(
     ("amount", "what"),
     [
