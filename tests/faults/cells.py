@@ -265,6 +265,10 @@ ALSO = {
     **dict.fromkeys((("F19", "P1"), ("F19", "P2")), ("R,S", "its holder was dead: it is another attempt")),
     ("F19", "P0"): ("R,S", "where no worker may be asked what it holds, that is sent once more, and runs first"),
     ("F19", "P3"): ("G,S", "its holder was dead, and the gateway had been called"),
+    **dict.fromkeys(
+        (("F12", "B0"), ("F12", "B1"), ("F12", "B2")),
+        ("R+", "where Postgres takes longer than a lease to come back, its attempt finds that out when it goes on"),
+    ),
     ("F8+F9", ""): ("R", "a worker without its broker ends its attempts: they go back to the outbox by themselves"),
     ("F3@P4+F12", ""): ("R+", "the frozen attempt still exists, and finds out when it goes on"),
 }
