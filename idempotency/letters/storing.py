@@ -106,7 +106,7 @@ def store(
         stored = _store_alone(app, letter, patience)
     log.warning(
         "dead_letter" if stored is not None else "dead_letter_duplicate",
-        **({"letter": stored} if stored is not None else {}),
+        letter=stored,
         reason=letter.reason,
         task=letter.header_task,
         key=letter.key,

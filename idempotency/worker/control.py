@@ -15,17 +15,15 @@ from ..application import runtime_of
 from ..errors import (
     InvalidArguments,
     ResultErased,
-    Unanswered,
     UnsupportedControl,
 )
 from ..handle import R_co
 from ..observe.logs import log
-from ..store.statements import describe
 from ..wire import results
 from ..wire.delivery import Delivery
 from .body import RunningTask
 from .calls import KeyedTask
-from .following import first_of, is_never_sent
+from .following import first_of, owed
 from .retrying import RetriedTask
 from .using import P
 
@@ -88,15 +86,8 @@ class ControlledTask(RunningTask[P, R_co], RetriedTask[P, R_co], Generic[P, R_co
         """
         if self.request.replaced_task_nesting >= LONGEST_REPLACEMENT:
             raise UnsupportedControl(f"replace: at most {LONGEST_REPLACEMENT} times in a row")
-        try:
+        with owed(self, "its replacement"):
             return super().replace(signature(result[results.REPLACED], app=self.app))
-        except (Ignore, SoftTimeLimitExceeded):
-            raise
-        except Exception as error:
-            if is_never_sent(error) and not self.request.is_eager:  # an eager call has run it
-                raise UnsupportedControl(f"replace: its signature cannot be sent: {describe(error)}") from error
-            log.warning("not_sent", task=self.name, task_id=self.request.id, error=describe(error))
-            raise Unanswered(f"{self.name}: its replacement could not be sent") from error
 
     def _read(self, delivery: Delivery, stored: str) -> Any:
         """The stored result, for a duplicate. Raises, for a caller, what reading it raises.

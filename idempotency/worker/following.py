@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
 from amqp.exceptions import PreconditionFailed
@@ -39,11 +40,6 @@ NEVER_SENT = (CallRefused, ImproperlyConfigured, SerializationError, NotImplemen
               LookupError, AttributeError, PreconditionFailed)  # fmt: skip
 # The option of a signature that follows a task in a worker. It never gets into a message.
 FOLLOWS = "idempotency_follows"
-
-
-def is_never_sent(error: Exception) -> bool:
-    """Whether sending a signature raised what it would raise again."""
-    return isinstance(error, NEVER_SENT) and not isinstance(error, OSError)  # some of these are ValueErrors, too
 
 
 def first_of(sig: Signature) -> list[Signature]:
@@ -138,30 +134,44 @@ def is_too_large(args: Any, kwargs: Any) -> bool:
 def send(task: KeyedTask, result: Any) -> None:
     """Send the callbacks of a task that has returned, and the next of its chain, so that Celery's tracer finds none.
 
-    Raises `Unanswered` if the broker did not take them: they are owed, so the message has to come back. Raises `UnsupportedControl`
-    if they can never be sent.
+    Raises as `owed` does.
     """
-    request, app = task.request, task.app
-    if request.is_eager:
-        return
+    request = task.request
     callbacks, chain = request.callbacks, request.chain or []
-    request.callbacks = request.chain = None
-    if not callbacks and not chain:
+    if request.is_eager or not (callbacks or chain):
         return
+    request.callbacks, request.chain, app = None, None, task.app
     inherited = (request.delivery_info or {}).get("priority") if app.conf.task_inherit_parent_priority else None
     options = {"parent_id": request.id, "root_id": request.root_id or request.id, "priority": inherited}
-    try:
+    with owed(task, "what follows it"):
         for sig in _grouped(app, _marked(app, callbacks)):
             sig.apply_async((result,), **options)
         for sig in _marked(app, chain[-1:]):
             sig.apply_async((result,), chain=chain[:-1], **options)
+
+
+@contextmanager
+def owed(task: KeyedTask, what: str) -> Iterator[None]:
+    """Send within this what a committed operation owes.
+
+    Raises `Unanswered` if the broker did not take it: the message has to come back. Raises `UnsupportedControl` if it can never be
+    sent, and `Ignore` as it is.
+    """
+    request = task.request
+    try:
+        yield
+    except Ignore:
+        raise
     except Exception as error:
         if isinstance(error, SoftTimeLimitExceeded):
+            if request.is_eager:
+                raise
             note_interrupted(request)
-        elif is_never_sent(error):
-            raise UnsupportedControl(f"what follows it cannot be sent: {describe(error)}") from error
+        # some OSErrors are ValueErrors, too; and an eager call has run it
+        elif isinstance(error, NEVER_SENT) and not isinstance(error, OSError) and not request.is_eager:
+            raise UnsupportedControl(f"{what} cannot be sent: {describe(error)}") from error
         log.warning("not_sent", task=task.name, task_id=request.id, error=describe(error))
-        raise Unanswered(f"{task.name}: what follows it could not be sent") from error
+        raise Unanswered(f"{task.name}: {what} could not be sent") from error
 
 
 def _grouped(app: Celery, callbacks: list[Signature]) -> list[Signature]:

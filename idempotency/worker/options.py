@@ -151,13 +151,10 @@ def check_batch(cls: type[Any], given: Iterable[str]) -> None:
 
     `given`: by the task itself, of `batch_commit`, `batch_wait` and `rate_limit`.
     """
-    if cls.batch == 1 and "batch" not in vars(cls):
-        for name in given:
-            if name != "rate_limit":
-                raise SettingsError(
-                    f"{name} of {name_of(cls)}: does nothing without batch=, how many are claimed at once"
-                )
-    elif cls.batch > 1 and "rate_limit" in given and cls.rate_limit is not None:
+    if cls.batch > 1 and "rate_limit" in given and cls.rate_limit is not None:
         raise SettingsError(
             f"batch of {name_of(cls)}: does nothing with a rate_limit, by which messages go to the pool one by one"
         )
+    if cls.batch == 1 and "batch" not in vars(cls):
+        for name in set(given) - {"rate_limit"}:
+            raise SettingsError(f"{name} of {name_of(cls)}: does nothing without batch=, how many are claimed at once")

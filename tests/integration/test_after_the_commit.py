@@ -16,11 +16,17 @@ from sqlalchemy import Engine, text
 
 from idempotency import IdempotentTask
 from idempotency.application import close_runtime
+from idempotency.errors import ReplayRefused
+from idempotency.operate import discard
+from idempotency.operate.people import Person
+from idempotency.operate.replay import replay
+from idempotency.wire.message import Message
 from idempotency.worker import following
 from tests.support import bank as b
 from tests.support import queues
 from tests.support.batches import accounts, message, put, put_one, run, states
-from tests.support.tasks import make_task
+from tests.support.operators import ANN
+from tests.support.tasks import make_task, transactional
 
 NOBODY = "amqp://guest:guest@127.0.0.1:1//"
 WAYS: dict[str, dict[str, Any]] = {
@@ -125,11 +131,7 @@ def test_a_result_that_the_backend_does_not_store_is_told_as_no_failure(
     error: Exception, made: Any, engine: Engine, told: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     task, send = made(put_one)
-
-    def refuse(*_: Any, **__: Any) -> None:
-        raise error
-
-    monkeypatch.setattr(type(task.backend), "mark_as_done", refuse)
+    monkeypatch.setattr(type(task.backend), "mark_as_done", raise_(error))
     send()
     assert states(engine) == {"e0": "completed", "e1": "completed"}
     assert told == []
@@ -168,11 +170,16 @@ def test_what_can_never_be_sent_is_a_dead_letter_and_the_task_a_success(
     assert how(send()) == [None, None]
     assert states(engine) == {"e0": "completed", "e1": "completed"}
     with engine.connect() as connection:
-        letters = connection.execute(
-            text("SELECT key, reason, status FROM idempotency.dead_letters ORDER BY key")
-        ).all()
-    assert [tuple(each) for each in letters] == [(key, "unsupported_control", "open") for key in ("e0", "e1")]
+        letters = connection.execute(text("SELECT id, key, reason, payload FROM idempotency.dead_letters")).all()
+    assert sorted((each.key, each.reason) for each in letters) == [(key, "unsupported_control") for key in ("e0", "e1")]
     assert told == []
+    # as its page says: the message has what is missing; the letter is not replayed, but discarded
+    assert all(json.loads(Message.from_text(each.payload).body)[2]["chain"] for each in letters)
+    with pytest.raises(ReplayRefused):
+        replay(bank, letters[0].id, ANN)
+    with transactional(engine).begin() as connection:
+        discard.request(connection, Person("ann", "operator"), letters[0].id, "sent by hand")
+        discard.approve(connection, Person("ben", "admin"), letters[0].id, app=bank)
     assert queues.drained(bank) == []
 
 
