@@ -6,6 +6,7 @@ An attempt runs two of our statements, and SQLAlchemy's results cost more than p
 from __future__ import annotations
 
 import re
+import time
 import traceback
 from collections.abc import Callable, Mapping
 from functools import wraps
@@ -34,6 +35,9 @@ READ_ONLY = "25006"
 MOVED, TRIES = "40001", 3
 # deadlock_detected: two transactions that wait for each other, of which Postgres has ended this one.
 DEADLOCK = "40P01"
+# Seconds before the next try after a deadlock: the other one is woken first. A try made at once takes the row again that the other waits
+# for (whoever finds a row's last owner gone takes it, past those who wait), and both wait for each other anew.
+PAUSE = 0.1
 # query_canceled, by statement_timeout.
 TIMED_OUT = "57014"
 # insufficient_privilege, and what `idempotency.tenants()` says where no tenant is set.
@@ -112,8 +116,11 @@ def repeatable(change: Callable[P, Answer]) -> Callable[P, Answer]:
             try:
                 return change(*args, **kwargs)
             except DBAPIError as error:
-                if not left or sqlstate(error) not in (MOVED, DEADLOCK):
+                state = sqlstate(error)
+                if not left or state not in (MOVED, DEADLOCK):
                     raise
+            if state == DEADLOCK:
+                time.sleep(PAUSE)
 
     return repeated
 

@@ -39,7 +39,8 @@ def test_of_two_changes_that_wait_for_each_other_both_are_made(engine: Engine, m
     with ThreadPoolExecutor(2) as threads:
         for made in (threads.submit(change, "a", "b"), threads.submit(change, "b", "a")):
             made.result(SOON)
-    assert len(tries) == 3
+    # three, as a rule: the other's process may be woken later than the pause after a deadlock takes
+    assert 3 <= len(tries) <= 1 + TRIES
     with engine.connect() as connection:
         assert connection.execute(text("SELECT amount FROM entries ORDER BY account")).scalars().all() == [2, 2]
 
