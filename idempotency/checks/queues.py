@@ -31,10 +31,8 @@ def check_declared_queues(app: Celery, tasks: list[IdempotentTask], given: Setti
     for task in tasks:
         try:
             used.setdefault(queue_of(app, task.name, getattr(task, "queue", None)), []).append(task)
-        except QueueNotFound:
-            findings.append(
-                refusal(f"task {task.name}", "routed to a queue that is not in task_queues", "declare it there")
-            )
+        except QueueNotFound as missing:
+            findings.append(refusal(f"task {task.name}", f"routed to nowhere: {missing.args[0]}", "declare it there"))
         except Exception as error:  # the application's own router, which may need the arguments
             findings.append(
                 warning(

@@ -65,7 +65,9 @@ def configured(bank: Celery) -> Iterator[Celery]:
     yield bank
     bank.conf.changes.clear()
     bank.conf.changes.update(before)
-    bank.amqp.__dict__.pop("queues", None)
+    for known in ("queues", "router"):
+        bank.amqp.__dict__.pop(known, None)
+    bank.amqp.flush_routes()
 
 
 @pytest.fixture(autouse=True)

@@ -107,6 +107,17 @@ def test_a_queue_that_no_idempotent_task_uses_may_be_of_any_kind(configured: Cel
     ]
 
 
+def test_a_route_to_a_queue_that_nobody_declared_is_refused_by_both_names(configured: Celery, rabbitmq: None) -> None:
+    configured.conf.task_create_missing_queues = False
+    configured.conf.task_routes = {bank_module.deposit.name: {"queue": "nobody"}}
+    for known in ("queues", "router"):
+        configured.amqp.__dict__.pop(known, None)
+    configured.amqp.flush_routes()
+    assert [(each.level, each.found) for each in about(configured, f"task {bank_module.deposit.name}")] == [
+        (Level.REFUSAL, "routed to nowhere: Queue 'nobody' missing from task_queues")
+    ]
+
+
 @pytest.mark.long
 def test_money_that_no_one_may_touch_is_a_warning(
     configured: Celery, rabbitmq: None, engine: Engine, monkeypatch: pytest.MonkeyPatch
