@@ -41,7 +41,8 @@ class BatchScene(Scene):
         self.worker(2, **environment)
         self.held(phase)
         assert {row.status for row in self.records()} <= {"started", "completed"}, "all three are claimed"
-        self._claimed_as = {row.key: row.fence for row in self.records()}
+        # with the time: a crash of Postgres may lose the claim, and the next one draws its fence again
+        self._claimed_as = {row.key: (row.fence, row.opened_at) for row in self.records()}
         eventually(lambda: len(self.active()) == MANY, timeout=PATIENCE, what="the worker knows all three")
         if postgres is not None:
             postgres.black_hole("replies")
@@ -77,7 +78,7 @@ class BatchScene(Scene):
         return {self._letter_of(row) + (",S" if row.key in again else "") for row in self.records()}
 
     def _letter_of(self, row: Row[Any]) -> str:
-        if row.fence == self._claimed_as[row.key]:
+        if (row.fence, row.opened_at) == self._claimed_as[row.key]:
             return "U" if self.logged("event=commit_in_doubt") or self.logged("event=batch_not_committed") else "D"
         return "R+" if self.logged_of(row.key, "event=fenced") or self.logged_of(row.key, "event=lease_lost") else "R"
 
