@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from asyncio import CancelledError
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,12 +14,9 @@ from sqlalchemy import Engine
 from idempotency import IdempotentTask, OperationFailed, PermanentError
 from idempotency.application import runtime_of
 from idempotency.attempt import attempt as attempts
-from idempotency.worker import following
 from idempotency.worker.batching import _Job
 from tests.support import batched
-from tests.support.bank import deposit
 from tests.support.batches import accounts, many, put, run, states
-from tests.support.deliveries import Deliveries
 from tests.support.processes import Processes, eventually
 from tests.support.tasks import make_task
 
@@ -81,23 +77,6 @@ def test_a_body_that_is_cancelled_from_within_costs_the_others_of_its_batch_noth
     assert None not in run(bank, task, *many(bank, task, 3))
     assert states(engine) == {"e0": "failed", "e1": "completed", "e2": "completed"}
     assert accounts(engine) == {"e1": [1], "e2": [1]}
-
-
-@pytest.mark.long
-def test_a_soft_limit_after_the_commit_brings_the_message_again_and_fails_nothing(
-    bank: Celery, deliveries: Deliveries, entries: Callable[[str], int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """While its callbacks are looked at. Celery would take it for the task's own error, and send its errbacks."""
-
-    def limited(*_: Any) -> None:
-        raise SoftTimeLimitExceeded  # as the pool raises it
-
-    with monkeypatch.context() as patch:
-        patch.setattr(following, "note", limited)
-        first = deliveries.deliver(deposit, "a")
-    assert (first.state, first.value.requeue) == ("REJECTED", True)
-    assert deliveries.deliver(deposit, "a").state == "SUCCESS"
-    assert entries("a") == 1
 
 
 class _Request:

@@ -72,7 +72,7 @@ def test_every_hop_is_doubled_and_everything_happens_once(
         # in a process in which another test has loaded the application, the relay would send unsigned messages otherwise
         before = partial(configured, environment=added)
         with shops.running(servers, template, tmp_path / "shop", of_provider=of_provider, configured=before) as shop:
-            server.start(**os.environ, PYTHONPATH=PYTHONPATH)
+            server.start(**(os.environ | {"PYTHONPATH": PYTHONPATH}))
             endpoint = add_endpoint(runtime_of(shop.app), ANN, "acme", url=receiver.url, events=["payment.*"])
             enable_endpoint(runtime_of(shop.app), ANN, endpoint.id)
             key = "whole-path"
