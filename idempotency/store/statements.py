@@ -35,8 +35,8 @@ READ_ONLY = "25006"
 MOVED, TRIES = "40001", 3
 # deadlock_detected: two transactions that wait for each other, of which Postgres has ended this one.
 DEADLOCK = "40P01"
-# Seconds before the next try after a deadlock: the other one is woken first. A try made at once takes the row again that the other waits
-# for (whoever finds a row's last owner gone takes it, past those who wait), and both wait for each other anew.
+# Seconds before the next try after a deadlock. A try made at once may take the row that the other transaction waits for, before that one
+# has been woken (Postgres does not queue a newcomer behind it once the row's last owner is gone), and both would deadlock again.
 PAUSE = 0.1
 # query_canceled, by statement_timeout.
 TIMED_OUT = "57014"

@@ -156,5 +156,5 @@ def check_batch(cls: type[Any], given: Iterable[str]) -> None:
             f"batch of {name_of(cls)}: does nothing with a rate_limit, by which messages go to the pool one by one"
         )
     if cls.batch == 1 and "batch" not in vars(cls):
-        for name in set(given) - {"rate_limit"}:
+        for name in sorted(set(given) - {"rate_limit"}):
             raise SettingsError(f"{name} of {name_of(cls)}: does nothing without batch=, how many are claimed at once")

@@ -14,6 +14,7 @@ import services
 from idempotency.letters.consumer import DeadLetterConsumer
 from idempotency.relay.relay import Relay
 from tests.support import tasks
+from tests.support.bank import forget_queues
 
 
 @pytest.fixture
@@ -65,9 +66,7 @@ def configured(bank: Celery) -> Iterator[Celery]:
     yield bank
     bank.conf.changes.clear()
     bank.conf.changes.update(before)
-    for known in ("queues", "router"):
-        bank.amqp.__dict__.pop(known, None)
-    bank.amqp.flush_routes()
+    forget_queues(bank)
 
 
 @pytest.fixture(autouse=True)

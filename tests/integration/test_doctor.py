@@ -100,19 +100,17 @@ def test_a_secret_that_is_refused_is_not_shown(configured: Celery, setting: str)
 
 def test_a_queue_that_no_idempotent_task_uses_may_be_of_any_kind(configured: Celery, rabbitmq: None) -> None:
     configured.conf.task_queues = [*configured.conf.task_queues, Queue("reports")]
-    configured.amqp.__dict__.pop("queues", None)
+    bank_module.forget_queues(configured)
     found = about(configured, "queue reports")
     assert [(each.level, each.found) for each in found] == [
         (Level.WARNING, "not as quorum_queue declares it: x-queue-type and 4 more")
     ]
 
 
-def test_a_route_to_a_queue_that_nobody_declared_is_refused_by_both_names(configured: Celery, rabbitmq: None) -> None:
+def test_a_route_to_a_queue_that_nobody_declared_is_refused_by_the_names_of_both(configured: Celery, rabbitmq: None) -> None:
     configured.conf.task_create_missing_queues = False
     configured.conf.task_routes = {bank_module.deposit.name: {"queue": "nobody"}}
-    for known in ("queues", "router"):
-        configured.amqp.__dict__.pop(known, None)
-    configured.amqp.flush_routes()
+    bank_module.forget_queues(configured)
     assert [(each.level, each.found) for each in about(configured, f"task {bank_module.deposit.name}")] == [
         (Level.REFUSAL, "routed to nowhere: Queue 'nobody' missing from task_queues")
     ]

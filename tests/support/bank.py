@@ -85,12 +85,18 @@ def configure(environment: dict[str, str]) -> None:
         idempotency_sign_of_life=float(environment.get("SIGN_OF_LIFE", "10")),
         idempotency_sign_of_life_file=environment.get("SIGN_OF_LIFE_FILE"),
     )
-    app.amqp.flush_routes()
-    for name in ("queues", "_producer_pool", "router"):
-        app.amqp.__dict__.pop(name, None)
+    forget_queues(app)
+    app.amqp.__dict__.pop("_producer_pool", None)
     app.amqp._producer_pool = None
     app._pool = None
     app.amqp.__dict__.pop("send_task_message", None)
+
+
+def forget_queues(app: Celery) -> None:
+    """Have an application read its queues and routes from its configuration again, which Celery does once."""
+    app.amqp.flush_routes()
+    for name in ("queues", "router"):
+        app.amqp.__dict__.pop(name, None)
 
 
 def record_failure(session: Session, operation: Operation, error: PermanentError) -> None:
