@@ -83,7 +83,12 @@ class CeleryTask(Contender):
     def settings(self) -> dict[str, object]:
         names = ("task_acks_late", "task_reject_on_worker_lost", "task_ignore_result")
         chosen: dict[str, object] = {name: app.conf[name] for name in names}
-        chosen |= {"worker_prefetch_multiplier": PREFETCH, "queue": "quorum", "pool": "prefork", "publisher_confirms": True}
+        chosen |= {
+            "worker_prefetch_multiplier": PREFETCH,
+            "queue": "quorum",
+            "pool": "prefork",
+            "publisher_confirms": True,
+        }
         if self.name == "celery_once":
             chosen |= {"backend": "Redis", "keys": ["number"], "default_timeout": tasks.EXPIRES}
         if self.name == "powertools":

@@ -107,7 +107,9 @@ def test_a_queue_that_no_idempotent_task_uses_may_be_of_any_kind(configured: Cel
     ]
 
 
-def test_a_route_to_a_queue_that_nobody_declared_is_refused_by_the_names_of_both(configured: Celery, rabbitmq: None) -> None:
+def test_a_route_to_a_queue_that_nobody_declared_is_refused_by_the_names_of_both(
+    configured: Celery, rabbitmq: None
+) -> None:
     configured.conf.task_create_missing_queues = False
     configured.conf.task_routes = {bank_module.deposit.name: {"queue": "nobody"}}
     bank_module.forget_queues(configured)
