@@ -156,10 +156,11 @@ class Relay:
         sent = {row.message_id: row for row in rows}
         with runtime.autocommit() as connection:
             if result.confirmed:
-                outbox.mark_published(connection, [sent[id] for id in result.confirmed])
-                metrics.published.inc(len(result.confirmed))
+                # before they are marked: one that is published and has no queue's name is never missed
                 for queue, ids in self._by_queue(rows, result.confirmed).items():
                     outbox.name_queue(connection, ids, queue)
+                outbox.mark_published(connection, [sent[id] for id in result.confirmed])
+                metrics.published.inc(len(result.confirmed))
             if unanswered:
                 outbox.give_back(connection, unanswered)
             for id, refusal in result.refused.items():
@@ -178,7 +179,7 @@ class Relay:
             outbox.refresh_lanes(connection, lanes)
 
     def _by_queue(self, rows: list[Row[Any]], confirmed: list[str]) -> dict[str, list[str]]:
-        """The ids of published rows without a queue name, by the queue they went to."""
+        """The ids of confirmed rows without a queue's name, by the queue they went to."""
         found: dict[str, list[str]] = {}
         if any(not row.queue for row in rows):
             published = set(confirmed)

@@ -58,13 +58,13 @@ def resend_lost(
         outbox.adopt(connection, runtime.settings.service, tasks, app.amqp.queues)
         settled = lost.settle(connection)
         if depth is not None:
-            return _resend_by_count(app, runtime, connection, depth, settled)
+            return _resend_by_count(runtime, connection, depth, settled)
         own = publisher or Publisher(app, confirm_timeout=10.0, secrets=runtime_of(app).settings.message_secrets)
         try:
             if own.is_fifo():
                 found, resent = _resend_fifo(app, runtime, connection, own)
                 return Resent(settled + found, resent)
-            return _resend_by_count(app, runtime, connection, lambda queue: _ready(own, queue), settled)
+            return _resend_by_count(runtime, connection, lambda queue: _ready(own, queue), settled)
         except BrokerUnavailable as error:
             log.warning("broker_unavailable", error=str(error))
             return Resent(settled, 0)
@@ -131,11 +131,9 @@ def _mark(connection: Connection, publisher: Publisher, queue: str, times: Row[A
 # ---------------------------------------------------------------- counted
 
 
-def _resend_by_count(
-    app: Celery, runtime: Runtime, connection: Connection, depth: Callable[[str], int], settled: int
-) -> Resent:
+def _resend_by_count(runtime: Runtime, connection: Connection, depth: Callable[[str], int], settled: int) -> Resent:
     settled += lost.settle_any(connection, runtime.settings.service)
-    return Resent(settled, _resend_missing(app, runtime, connection, depth))
+    return Resent(settled, _resend_missing(runtime, connection, depth))
 
 
 def _ready(publisher: Publisher, queue: str) -> int:
@@ -145,12 +143,13 @@ def _ready(publisher: Publisher, queue: str) -> int:
     return found.ready
 
 
-def _resend_missing(app: Celery, runtime: Runtime, connection: Connection, depth: Callable[[str], int]) -> int:
+def _resend_missing(runtime: Runtime, connection: Connection, depth: Callable[[str], int]) -> int:
     waiting: dict[str, list[Row[Any]]] = {}
     after, service = runtime.settings.resend_after, runtime.settings.service
     lost.refuse_any(connection, service, after=after)
     for row in lost.waiting(connection, service, after=after):
-        waiting.setdefault(row.queue or _queue_of(app, row.task), []).append(row)
+        if row.queue:  # what a fanout exchange was given without a routing key is in no queue that could be counted
+            waiting.setdefault(row.queue, []).append(row)
     total = 0
     for queue, rows in waiting.items():
         overdue = [row for row in rows if row.overdue]
@@ -187,8 +186,3 @@ def _resend(runtime: Runtime, rows: Sequence[Row[Any]]) -> int:
 def _send_again(runtime: Runtime, rows: Sequence[Row[Any]]) -> int:
     with runtime.engine.begin() as connection:  # together with their lanes: a row without a lane is never published
         return lost.send_again(connection, rows)
-
-
-def _queue_of(app: Celery, task: str) -> str:
-    queue = app.amqp.router.route({}, task).get("queue")
-    return str(getattr(queue, "name", queue or app.conf.task_default_queue))

@@ -306,7 +306,7 @@ def mark_published(connection: Connection, rows: Sequence[Row[Any]]) -> None:
 
 
 def name_queue(connection: Connection, message_ids: Sequence[str], queue: str) -> None:
-    """Set the queue of rows that were published without one."""
+    """Set the queue of rows that were sent without one."""
     connection.exec_driver_sql(_NAME_QUEUE, {"queue": queue, "ids": message_ids})
 
 

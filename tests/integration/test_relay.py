@@ -12,6 +12,7 @@ import pytest
 from celery import Celery
 from prometheus_client import REGISTRY
 from sqlalchemy import Connection, make_url, text
+from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session
 
 from idempotency.application import runtime_of
@@ -392,6 +393,27 @@ def test_a_row_published_but_not_marked_is_published_again_under_its_id(
     messages = drained(bank)
     assert [message.headers[OUTBOX_HEADER] for message in messages] == [message_id, message_id]
     assert [message.headers["id"] for message in messages] == ["t-a1", "t-a1"]
+
+
+def test_no_row_is_published_without_the_name_of_its_queue(
+    bank: Celery, relays: Callable[..., Relay], connection: Connection
+) -> None:
+    """What a broker has lost is looked for by queue: a relay that ends between the two statements leaves the row due."""
+    write(connection, "a1")
+    connection.exec_driver_sql("""
+        CREATE FUNCTION no_name() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN RAISE 'no name'; END $$;
+        CREATE TRIGGER no_name BEFORE UPDATE OF queue ON idempotency.outbox EXECUTE FUNCTION no_name()
+    """)
+    try:
+        with pytest.raises(DBAPIError, match="no name"):
+            relays().run_once()
+    finally:
+        connection.exec_driver_sql("DROP FUNCTION no_name CASCADE")
+    assert states(connection) == ["pending"]
+    make_due(connection)
+    assert relays().run_once() == Relayed(1, 0)
+    (row,) = op.outbox(connection)
+    assert (row.status, row.queue) == ("published", bank.conf.task_default_queue)
 
 
 def test_relays_at_once_publish_each_row_once(
