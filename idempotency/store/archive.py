@@ -13,6 +13,8 @@ from typing import Literal
 
 from sqlalchemy import Connection
 
+from .record import is_open
+
 # The columns are there since 0021, which code may be older than: it is asked for them.
 _IS_THERE = """
 SELECT EXISTS (SELECT FROM pg_catalog.pg_attribute
@@ -25,14 +27,14 @@ _CONDITIONS: Mapping[Where, str] = {"outside": "AND archived_at IS NULL", "insid
 # Also one that is not: it is not archived before the caller has decided about it.
 _ARCHIVED = "SELECT archived_at, archived_by FROM idempotency.dead_letters WHERE id = %(letter)s FOR UPDATE"
 
-_ARCHIVE = """
+_ARCHIVE = f"""
 UPDATE idempotency.dead_letters
 SET archived_at = clock_timestamp(), archived_by = %(by)s, archived_because = %(because)s
-WHERE id = %(letter)s AND status = 'open' AND archived_at IS NULL
+WHERE id = %(letter)s AND {is_open()} AND archived_at IS NULL
 """
-_RESTORE = """
+_RESTORE = f"""
 UPDATE idempotency.dead_letters SET archived_at = NULL, archived_by = NULL, archived_because = NULL
-WHERE id = %(letter)s AND status = 'open' AND archived_at IS NOT NULL
+WHERE id = %(letter)s AND {is_open()} AND archived_at IS NOT NULL
 """
 
 _COUNT = """

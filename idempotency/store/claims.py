@@ -14,7 +14,7 @@ from ..wire.keys import OperationId
 from ..wire.message import Message
 from .answers import Answer, Busy, Changed, Claimed, Completed, Failed, Foreign, Mismatch, Renewal, Stale, why_not
 from .inserting import IS_NEW, InsertOrUpdate, insert_or_update
-from .record import KNOWN, MINE, OWN, ROW, mine, named
+from .record import KNOWN, MINE, OWN, ROW, mine, named, unsettled
 from .statements import IS_CONFIRMED, execute
 
 # The answer of a record that cannot be claimed.
@@ -168,7 +168,7 @@ _STANDING = f"""
  WHERE {ROW} AND fingerprint = ANY(%(fingerprints)s) AND {OWN} AND status IN ('started', 'released'))
 UNION ALL
 (SELECT false, message FROM idempotency.outbox
- WHERE {ROW} AND fingerprint = ANY(%(fingerprints)s) AND {OWN} AND settled_at IS NULL ORDER BY id LIMIT 10)
+ WHERE {ROW} AND fingerprint = ANY(%(fingerprints)s) AND {OWN} AND {unsettled()} ORDER BY id LIMIT 10)
 """
 
 

@@ -8,11 +8,12 @@ from ..errors import EffectUnknown, Unfinished
 from ..wire.keys import OperationId
 from . import letters
 from .ends import FailedEnd
+from .record import is_open
 
-_UPDATE_OPEN_LETTER = """
+_UPDATE_OPEN_LETTER = f"""
 UPDATE idempotency.dead_letters SET reason = %(reason)s, last_error = %(error)s
 WHERE tenant = %(tenant)s AND task = %(task)s AND key = %(key)s AND generation = %(generation)s
-  AND status = 'open' AND source <> 'relay' AND reason NOT IN ('fingerprint_mismatch', 'service_mismatch', %(reason)s)
+  AND {is_open()} AND source <> 'relay' AND reason NOT IN ('fingerprint_mismatch', 'service_mismatch', %(reason)s)
 """
 
 
@@ -39,10 +40,10 @@ _STORE_LETTER = letters.insert_sql(
     | {"header_task": "task", "consumer_service": "service", "payload": "message"}
     | {"reason": "%(reason)s", "last_error": "%(error)s"}
     | letters.of_earlier("r.tenant", "r.task", "r.key"),
-    rows="""FROM idempotency.records r
+    rows=f"""FROM idempotency.records r
 WHERE tenant = %(tenant)s AND task = %(task)s AND key = %(key)s AND generation = %(generation)s AND NOT EXISTS (
     SELECT FROM idempotency.dead_letters d
-    WHERE (d.tenant, d.task, d.key, d.generation) = (r.tenant, r.task, r.key, r.generation) AND d.status = 'open'
+    WHERE (d.tenant, d.task, d.key, d.generation) = (r.tenant, r.task, r.key, r.generation) AND {is_open("d")}
       AND d.reason NOT IN ('fingerprint_mismatch', 'service_mismatch'))""",
 )
 

@@ -18,6 +18,7 @@ from ..wire.keys import OperationId
 from . import archive, letter_messages
 from .letter_messages import NEVER
 from .outbox import EXTERNAL, refresh_lanes
+from .record import is_open, unsettled
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -69,9 +70,9 @@ SELECT d.*, (SELECT r.spent_at FROM idempotency.records r
 FROM idempotency.dead_letters d WHERE d.id = %(id)s
 """
 
-_OPEN_LETTER = """
+_OPEN_LETTER = f"""
 SELECT max(id) FROM idempotency.dead_letters d
-WHERE (tenant, task, key) = (%(tenant)s, %(task)s, %(key)s) AND status = 'open'
+WHERE (tenant, task, key) = (%(tenant)s, %(task)s, %(key)s) AND {is_open("d")}
   -- of another request: replaying it does not help this operation, unless the application's own error has had that code
   AND (reason NOT IN ('fingerprint_mismatch', 'service_mismatch') OR EXISTS (
        SELECT FROM idempotency.records r WHERE (r.tenant, r.task, r.key, r.generation) = (d.tenant, d.task, d.key, d.generation)
@@ -85,9 +86,9 @@ JOIN idempotency.records r ON (r.tenant, r.task, r.key) = (d.tenant, coalesce(d.
 WHERE d.id = %(letter)s FOR UPDATE OF r
 """
 
-_MARK_REPLAYED = """
+_MARK_REPLAYED = f"""
 UPDATE idempotency.dead_letters SET status = 'replayed', closed_at = clock_timestamp()
-WHERE id = %(id)s AND status = 'open'
+WHERE id = %(id)s AND {is_open()}
 RETURNING outbox_id, tenant, task, key, generation, fingerprint, queue, reason, payload, consumer_service
 """
 
@@ -127,17 +128,17 @@ SELECT task, ordering_key FROM again WHERE ordering_key IS NOT NULL
 """
 
 # A row that is `taken` is not resent (see `lost.py`).
-_WILL_BE_DELIVERED = """
+_WILL_BE_DELIVERED = f"""
 SELECT EXISTS (SELECT FROM idempotency.outbox o
                WHERE tenant = %(tenant)s AND task = %(task)s AND key = %(key)s
-                 AND (service = %(service)s) IS NOT FALSE AND fingerprint = %(fingerprint)s AND settled_at IS NULL
+                 AND (service = %(service)s) IS NOT FALSE AND fingerprint = %(fingerprint)s AND {unsettled("o")}
                  AND (status = 'pending' OR status = 'published' AND NOT taken
                      -- an older message has been delivered, or is a copy; and this one has died
                      AND NOT EXISTS (SELECT FROM idempotency.outbox n
                                      WHERE (n.tenant, n.task, n.key, n.fingerprint) = (o.tenant, o.task, o.key, o.fingerprint)
-                                       AND n.settled_at IS NULL AND n.status <> 'failed' AND n.id > o.id)
+                                       AND {unsettled("n")} AND n.status <> 'failed' AND n.id > o.id)
                      AND NOT EXISTS (SELECT FROM idempotency.dead_letters d
-                                     WHERE d.outbox_id = o.id AND (d.status = 'open' OR d.id = %(letter)s))))
+                                     WHERE d.outbox_id = o.id AND ({is_open("d")} OR d.id = %(letter)s))))
 """
 
 _STATUS = """

@@ -9,12 +9,12 @@ from sqlalchemy import Connection, Row
 from ..wire.keys import OperationId
 from . import dead_letters, letters
 from .outbox import refresh_lanes
-from .record import ROW, named
+from .record import ROW, is_open, named, unsettled
 
-_REQUEST = """
+_REQUEST = f"""
 INSERT INTO idempotency.discards AS d (letter, requested_by, reason, known_by, letter_reason, letter_generation)
 SELECT id, %(by)s, %(reason)s, %(known_by)s, l.reason, l.generation
-FROM idempotency.dead_letters l WHERE id = %(letter)s AND status = 'open'
+FROM idempotency.dead_letters l WHERE id = %(letter)s AND {is_open("l")}
 -- a name that is known elsewhere may be another person's, or another one of the same person; and a letter may become another
 ON CONFLICT (letter) DO UPDATE SET requested_by = excluded.requested_by, reason = excluded.reason, known_by = excluded.known_by,
     letter_reason = excluded.letter_reason, letter_generation = excluded.letter_generation, requested_at = clock_timestamp()
@@ -45,28 +45,28 @@ WHERE d.letter = %(letter)s AND approved_by IS NULL
   AND (letter_reason, letter_generation) IS NOT DISTINCT FROM (l.reason, l.generation)
 """
 
-_LOCK = "SELECT * FROM idempotency.dead_letters WHERE id = %(letter)s AND status = 'open' FOR UPDATE"
+_LOCK = f"SELECT * FROM idempotency.dead_letters WHERE id = %(letter)s AND {is_open()} FOR UPDATE"
 
 # Rows that would still deliver the operation: pending ones, and published ones, which the discard returns to resend.
-_WILL_BE_DELIVERED = """
+_WILL_BE_DELIVERED = f"""
 SELECT EXISTS (SELECT FROM idempotency.outbox
                WHERE tenant = %(tenant)s AND task = %(task)s AND key = %(key)s
                  AND (service = %(service)s) IS NOT FALSE
-                 AND fingerprint = %(fingerprint)s AND settled_at IS NULL AND status <> 'failed')
+                 AND fingerprint = %(fingerprint)s AND {unsettled()} AND status <> 'failed')
 """
 
 # The row of a letter, if it has not been settled, and no other row would deliver the operation.
 _IS_LAST_DELIVERY = f"""
-SELECT EXISTS (SELECT FROM idempotency.outbox WHERE id = %(row)s AND {ROW} AND (settled_at IS NULL OR status = 'failed'))
-   AND NOT EXISTS (SELECT FROM idempotency.outbox WHERE id <> %(row)s AND {ROW} AND settled_at IS NULL AND status <> 'failed')
+SELECT EXISTS (SELECT FROM idempotency.outbox WHERE id = %(row)s AND {ROW} AND ({unsettled()} OR status = 'failed'))
+   AND NOT EXISTS (SELECT FROM idempotency.outbox WHERE id <> %(row)s AND {ROW} AND {unsettled()} AND status <> 'failed')
 """
 
 # What a person has given up must not be resent; if there is a record, its end ensures that. All other rows of the
 # operation are returned to resend, `taken` or not, since a pass may just be marking one because of this letter.
-_DISCARD = """
+_DISCARD = f"""
 WITH discarded AS (
     UPDATE idempotency.dead_letters SET status = 'discarded', closed_at = clock_timestamp()
-    WHERE id = %(letter)s AND status = 'open'
+    WHERE id = %(letter)s AND {is_open()}
     RETURNING outbox_id, tenant, task, key, fingerprint, consumer_service
 ), given_back AS (
     UPDATE idempotency.outbox o SET taken = false, settled_at = CASE
@@ -78,20 +78,20 @@ WITH discarded AS (
         WHEN o.id = d.outbox_id OR d.outbox_id IS NULL AND o.fingerprint = d.fingerprint THEN clock_timestamp()
     END
     FROM discarded d
-    WHERE o.status = 'published' AND o.settled_at IS NULL
+    WHERE o.status = 'published' AND {unsettled("o")}
       AND (o.id = d.outbox_id OR (o.tenant, o.task, o.key) = (d.tenant, d.task, d.key)
                                  AND (o.service = d.consumer_service) IS NOT FALSE)
 ), unblocked AS (
     -- without a place, the row no longer blocks its ordering key
     UPDATE idempotency.outbox o SET place = NULL FROM discarded d
-    WHERE o.id = d.outbox_id AND o.status = 'failed' AND o.ordering_key IS NOT NULL
+    WHERE o.id = d.outbox_id AND o.status NOT IN ('pending', 'published') AND o.ordering_key IS NOT NULL
     RETURNING o.task, o.ordering_key
 )
 SELECT unblocked.task, unblocked.ordering_key FROM discarded LEFT JOIN unblocked ON true
 """
 
 _UNBLOCK = f"""
-UPDATE idempotency.outbox SET place = NULL WHERE {ROW} AND status = 'failed' AND place IS NOT NULL
+UPDATE idempotency.outbox SET place = NULL WHERE {ROW} AND status NOT IN ('pending', 'published') AND place IS NOT NULL
 RETURNING task, ordering_key
 """
 

@@ -12,7 +12,7 @@ from typing import Any
 from sqlalchemy import Connection, Row
 
 from ..wire.keys import OperationId
-from .record import ROW, named
+from .record import ROW, is_open, named, unsettled
 from .statements import execute
 from .visible import parameters
 
@@ -24,15 +24,15 @@ SELECT coalesce(has_table_privilege(to_regclass('idempotency.' || %(table)s), 'S
 # The only rule for what an edit has opened and a person has yet to decide: its record `r` is released, nothing has run, and its
 # message is an open letter, archived or not. Nothing is due. A person has edited that letter, or one before it that was replayed
 # in vain. The history goes with its letter, former fingerprints with the record, and there is not always one.
-_WAITS_FOR_PERSON = """(
-    (r.status, r.generation, r.attempts) = ('released', 1, 0) AND r.effects = '{}'
+_WAITS_FOR_PERSON = f"""(
+    (r.status, r.generation, r.attempts) = ('released', 1, 0) AND r.effects = '{{}}'
     AND (EXISTS (SELECT FROM idempotency.letter_edits e
                  WHERE (e.tenant, e.task, e.key) = (r.tenant, r.task, r.key) AND e.applied_at IS NOT NULL)
          OR EXISTS (SELECT FROM idempotency.former_fingerprints f
                     WHERE (f.tenant, f.task, f.key, f.became) = (r.tenant, r.task, r.key, r.fingerprint)))
     AND EXISTS (SELECT FROM idempotency.dead_letters d
                 WHERE (d.tenant, d.task, d.key, d.fingerprint) = (r.tenant, r.task, r.key, r.fingerprint)
-                  AND d.status = 'open' AND d.generation IS NULL))"""
+                  AND {is_open("d")} AND d.generation IS NULL))"""
 _IS_WAITING = f"SELECT EXISTS (SELECT FROM idempotency.records r WHERE {ROW} AND {_WAITS_FOR_PERSON})"
 
 _HISTORY = """
@@ -72,11 +72,11 @@ SELECT CASE
                  WHERE (tenant, task) = (%(tenant)s, %(task)s) AND id = split_part(%(key)s, ':', 1))
         THEN 'it delivers a webhook, whose body was made when its event came'
     WHEN EXISTS (SELECT FROM idempotency.dead_letters
-                 WHERE {ROW} AND status = 'open' AND id <> %(letter)s
+                 WHERE {ROW} AND {is_open()} AND id <> %(letter)s
                    AND reason NOT IN ('fingerprint_mismatch', 'service_mismatch'))
         THEN 'another dead letter of its operation is open'
     WHEN EXISTS (SELECT FROM idempotency.outbox
-                 WHERE {ROW} AND settled_at IS NULL AND id IS DISTINCT FROM %(outbox_id)s
+                 WHERE {ROW} AND {unsettled()} AND id IS DISTINCT FROM %(outbox_id)s
                    AND NOT ({_OVER} AND EXISTS (SELECT FROM idempotency.records WHERE {ROW} AND {_OPENED})))
         THEN 'another message of its operation is under way; look again when it has been delivered'
     WHEN EXISTS (SELECT FROM idempotency.outbox WHERE id = %(outbox_id)s AND status = 'pending')
@@ -98,16 +98,16 @@ WHERE id = %(edit)s AND applied_at IS NULL AND edited_by <> %(by)s
 """
 
 # The letter, its own row (which a replay sends again if it could not be published) and the record change together.
-_EDIT_LETTER = """
+_EDIT_LETTER = f"""
 UPDATE idempotency.dead_letters
 SET payload = %(after)s, fingerprint = %(fingerprint)s, tenant = %(tenant)s, task = %(task)s, key = %(key)s
-WHERE id = %(letter)s AND status = 'open'
+WHERE id = %(letter)s AND {is_open()}
 """
 # One of what has not begun is `taken` at once (see `lost.py`): a pass that has read it before the letter does not send it again.
-_EDIT_ROW = """
+_EDIT_ROW = f"""
 UPDATE idempotency.outbox SET message = %(after)s, fingerprint = %(fingerprint)s,
     taken = taken OR status = 'published' AND %(generation)s::int IS NULL
-WHERE id = %(outbox_id)s AND (settled_at IS NULL OR status = 'failed')
+WHERE id = %(outbox_id)s AND ({unsettled()} OR status = 'failed')
 """
 _EDIT_RECORD = f"""
 UPDATE idempotency.records SET message = %(after)s, fingerprint = %(fingerprint)s, updated_at = clock_timestamp()
@@ -122,7 +122,7 @@ WHERE {ROW} AND {_OPENED} AND fingerprint = %(was)s
 # What an earlier message of the operation has left: no end settles it, since it has not the record's fingerprint any more.
 _SETTLE_OVER = f"""
 UPDATE idempotency.outbox SET settled_at = clock_timestamp()
-WHERE {ROW} AND fingerprint = %(was)s AND settled_at IS NULL AND id IS DISTINCT FROM %(outbox_id)s AND {_OVER}
+WHERE {ROW} AND fingerprint = %(was)s AND {unsettled()} AND id IS DISTINCT FROM %(outbox_id)s AND {_OVER}
 """
 _MOVE_FORMER = f"UPDATE idempotency.former_fingerprints SET became = %(fingerprint)s WHERE {ROW} AND became = %(was)s"
 _ADD_FORMER = """
@@ -141,7 +141,7 @@ WHERE (f.tenant, f.task, f.key) = (%(tenant)s, %(task)s, %(key)s)
 # The row of a request with a former fingerprint: no end settles it, since it has not the record's.
 _SETTLE = f"""
 UPDATE idempotency.outbox SET settled_at = clock_timestamp()
-WHERE message_id = %(message_id)s AND {ROW} AND fingerprint = ANY(%(fingerprints)s) AND settled_at IS NULL AND status = 'published'
+WHERE message_id = %(message_id)s AND {ROW} AND fingerprint = ANY(%(fingerprints)s) AND {unsettled()} AND status = 'published'
 """
 
 # So does a trigger of 0021, for older code; a database that an earlier checkout of 0021 has migrated has not got it.

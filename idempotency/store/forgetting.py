@@ -8,6 +8,7 @@ from sqlalchemy import Connection
 
 from . import edits, sweeps
 from .purge import BATCH, RESTING
+from .record import is_open, unsettled
 from .sweeps import THIS_RECORD, Pace, Sweep, deletes
 
 # How long a row that was set aside and is no longer due is kept for people to see, in seconds.
@@ -56,7 +57,7 @@ DELIVERIES = Sweep(
     columns="r.id",
     due=f"""r.service = %(service)s AND r.ended_at < {_PAST}
       AND (SELECT true FROM idempotency.dead_letters d
-           WHERE (d.tenant, d.task, d.key) = (r.tenant, r.task, r.id || ':' || r.redelivery) AND d.status = 'open' LIMIT 1)
+           WHERE (d.tenant, d.task, d.key) = (r.tenant, r.task, r.id || ':' || r.redelivery) AND {is_open("d")} LIMIT 1)
           IS NULL""",
     order="r.ended_at",
     one="r.id = %(id)s",
@@ -69,12 +70,12 @@ FORMER = Sweep(
     "forget_former",
     table="former_fingerprints",
     columns="r.fingerprint AS id",
-    due="""(SELECT true FROM idempotency.records p
+    due=f"""(SELECT true FROM idempotency.records p
            WHERE p.tenant = r.tenant AND p.task = r.task AND p.key = r.key LIMIT 1) IS NULL
       AND (SELECT true FROM idempotency.outbox o
-           WHERE o.tenant = r.tenant AND o.task = r.task AND o.key = r.key AND o.settled_at IS NULL LIMIT 1) IS NULL
+           WHERE o.tenant = r.tenant AND o.task = r.task AND o.key = r.key AND {unsettled("o")} LIMIT 1) IS NULL
       AND (SELECT true FROM idempotency.dead_letters d
-           WHERE d.tenant = r.tenant AND d.task = r.task AND d.key = r.key AND d.status = 'open' LIMIT 1) IS NULL""",
+           WHERE d.tenant = r.tenant AND d.task = r.task AND d.key = r.key AND {is_open("d")} LIMIT 1) IS NULL""",
     order="r.tenant, r.task, r.key, r.fingerprint",
     one=f"{THIS_RECORD} AND r.fingerprint = %(id)s",
     id="md5(ARRAY[r.tenant, r.task, r.key, r.fingerprint]::text)",

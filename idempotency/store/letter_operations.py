@@ -9,6 +9,7 @@ from sqlalchemy import Connection, Row
 
 from ..wire.keys import OperationId
 from . import edits, record
+from .record import is_open
 
 _NAMED = """
 SELECT DISTINCT tenant, task, key, header_task FROM idempotency.dead_letters WHERE id = ANY(%(ids)s)
@@ -16,7 +17,7 @@ SELECT DISTINCT tenant, task, key, header_task FROM idempotency.dead_letters WHE
 
 # How the operation of an open letter has failed, if that is what the letter is about. An effect that was refused in this generation
 # was refused by the provider.
-_FAILURES = """
+_FAILURES = f"""
 SELECT d.id, d.tenant, d.task, d.key, d.failed_at, r.error_code AS code, r.error, refused.effect, refused.code AS refused_as
 FROM idempotency.dead_letters d
 JOIN idempotency.records r ON (r.tenant, r.task, r.key, r.fingerprint, r.generation)
@@ -25,7 +26,7 @@ LEFT JOIN LATERAL (
     SELECT e.key AS effect, e.value -> 'refused' ->> 'code' AS code FROM jsonb_each(r.effects) e
     WHERE e.value ->> 'state' = 'not_happened' AND (e.value ->> 'generation')::int = r.generation AND e.value ? 'refused'
     ORDER BY e.key LIMIT 1) refused ON true
-WHERE d.id = ANY(%(ids)s) AND d.status = 'open' AND d.reason NOT IN ('fingerprint_mismatch', 'service_mismatch')
+WHERE d.id = ANY(%(ids)s) AND {is_open("d")} AND d.reason NOT IN ('fingerprint_mismatch', 'service_mismatch')
 ORDER BY d.id
 """
 
@@ -44,39 +45,39 @@ SELECT EXISTS (SELECT FROM idempotency.dead_letters WHERE (tenant, task, key) = 
 """
 
 # Of the undos that a replay of these letters, of sagas that have stopped, replays first.
-_LETTERS_OF_UNDOS = """
+_LETTERS_OF_UNDOS = f"""
 SELECT d.id FROM idempotency.dead_letters l
 JOIN idempotency.sagas g ON (g.tenant, g.task, g.key) = (l.tenant, l.task, l.key) AND g.stopped = l.reason
 JOIN idempotency.saga_steps s ON s.saga_id = g.id AND s.generation = g.generation AND s.kind = 'undo' AND s.state = 'failed'
-JOIN idempotency.dead_letters d ON (d.tenant, d.task, d.key) = (s.tenant, s.call_task, s.call_key) AND d.status = 'open'
-WHERE l.id = ANY(%(letters)s) AND l.status = 'open'
+JOIN idempotency.dead_letters d ON (d.tenant, d.task, d.key) = (s.tenant, s.call_task, s.call_key) AND {is_open("d")}
+WHERE l.id = ANY(%(letters)s) AND {is_open("l")}
 """
 
 # Also of another letter of the same operation: both send the message that was found to be wrong.
-_TO_EDIT = """
+_TO_EDIT = f"""
 SELECT DISTINCT ON (d.id) d.id, e.tenant, e.task, e.key, e.id AS edit, e.letter, e.edited_by, e.edited_at
 FROM idempotency.dead_letters d
 JOIN idempotency.letter_edits e ON (e.tenant, e.task, e.key) = (d.tenant, coalesce(d.task, d.header_task), d.key)
     AND e.applied_at IS NULL
-JOIN idempotency.dead_letters l ON l.id = e.letter AND l.status = 'open'
-WHERE d.id = ANY(%(ids)s) AND d.status = 'open' AND d.reason NOT IN ('fingerprint_mismatch', 'service_mismatch')
+JOIN idempotency.dead_letters l ON l.id = e.letter AND {is_open("l")}
+WHERE d.id = ANY(%(ids)s) AND {is_open("d")} AND d.reason NOT IN ('fingerprint_mismatch', 'service_mismatch')
 ORDER BY d.id, e.id
 """
 
 # What can never be sent. The reason of an operation that has ended may be the code of its own error.
-_NEVER = """
+_NEVER = f"""
 SELECT d.id FROM idempotency.dead_letters d
-WHERE d.id = ANY(%(ids)s) AND d.status = 'open' AND d.reason = ANY(%(never)s)
+WHERE d.id = ANY(%(ids)s) AND {is_open("d")} AND d.reason = ANY(%(never)s)
   AND NOT EXISTS (SELECT FROM idempotency.records r
                   WHERE (r.tenant, r.task, r.key, r.fingerprint) = (d.tenant, d.task, d.key, d.fingerprint) AND r.error_code = d.reason)
 """
 
 # The saga that cannot be undone to its end without the undo that this letter is of.
-_UNDO_OF = """
+_UNDO_OF = f"""
 SELECT g.tenant, g.task, g.key FROM idempotency.dead_letters d
 JOIN idempotency.saga_steps s ON (s.tenant, s.call_task, s.call_key) = (d.tenant, d.task, d.key)
 JOIN idempotency.sagas g ON g.id = s.saga_id AND g.generation = s.generation AND g.status = 'COMPENSATING'
-WHERE d.id = %(letter)s AND d.status = 'open' AND d.reason NOT IN ('fingerprint_mismatch', 'service_mismatch')
+WHERE d.id = %(letter)s AND {is_open("d")} AND d.reason NOT IN ('fingerprint_mismatch', 'service_mismatch')
   AND s.kind = 'undo' AND s.state <> 'done' LIMIT 1
 """
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from sqlalchemy import Connection, Row
 
+from .record import is_open, unsettled
 from .visible import parameters
 
 # The most open letters that are counted: about a tenth of a second.
@@ -64,17 +65,17 @@ _SHOWN = f"SELECT * FROM idempotency.dead_letters WHERE id = %(id)s AND {_MINE}"
 # after the replay, or of the replay's message, which could not be sent or died on its way. Another request under its key, which was
 # refused, says nothing of it, nor does a late copy of an earlier message. The letter of a saga that has stopped stays open until the
 # saga goes on: until then it is tried, as long as the saga is due, or an undo of it that has failed runs again.
-_FOLLOWED = """
+_FOLLOWED = f"""
 SELECT d.id, d.status, d.reason, d.tenant, d.task, d.key, r.status AS operation, g.status AS saga,
        (SELECT max(n.id) FROM idempotency.dead_letters n
-        WHERE (n.tenant, n.task, n.key) = (d.tenant, d.task, d.key) AND n.id <> d.id AND n.status = 'open'
+        WHERE (n.tenant, n.task, n.key) = (d.tenant, d.task, d.key) AND n.id <> d.id AND {is_open("n")}
           AND n.failed_at >= d.closed_at AND n.reason NOT IN ('fingerprint_mismatch', 'service_mismatch')
           AND (n.fingerprint = coalesce(d.fingerprint, r.fingerprint)) IS NOT FALSE
           AND (n.source = 'operation' OR d.source <> 'operation' AND n.outbox_id IS NULL
                OR EXISTS (SELECT FROM idempotency.outbox o
                           WHERE o.id = n.outbox_id AND o.generation >= coalesce(r.generation, 1)))) AS next_letter,
        EXISTS (SELECT FROM idempotency.outbox o WHERE (o.tenant, o.task, o.key) = (d.tenant, d.task, d.key)
-               AND o.settled_at IS NULL) AS is_under_way,
+               AND {unsettled("o")}) AS is_under_way,
        d.was_sent AND d.status = 'open' AND g.stopped = d.reason AS is_stopped,
        r.status = 'started' OR g.waits_for IS NULL OR EXISTS (
            SELECT FROM idempotency.saga_steps s JOIN idempotency.records u ON (u.tenant, u.task, u.key) = (s.tenant, s.call_task, s.call_key)

@@ -17,6 +17,7 @@ from ..wire.delivery import Delivery
 from ..wire.keys import OperationId
 from ..wire.message import Message
 from .answers import Claimed
+from .record import is_open
 
 
 def insert_sql(source: str, columns: Mapping[str, str], *, rows: str = "") -> str:
@@ -240,9 +241,9 @@ def kept_delivery(id: OperationId, record: Any, arguments: Mapping[str, Any]) ->
     return Delivery(id, record.fingerprint, arguments, task_id, record.message, headers, record.queue)
 
 
-_CLOSE = """
+_CLOSE = f"""
 UPDATE idempotency.dead_letters SET status = 'replayed', closed_at = clock_timestamp()
-WHERE tenant = %(tenant)s AND task = %(task)s AND key = %(key)s AND status = 'open'
+WHERE tenant = %(tenant)s AND task = %(task)s AND key = %(key)s AND {is_open()}
   AND CASE WHEN %(reason)s::text IS NULL THEN reason NOT IN ('fingerprint_mismatch', 'service_mismatch')
            ELSE reason = %(reason)s END
 """
@@ -267,9 +268,9 @@ def close_undone(connection: Connection, id: OperationId, saga: OperationId) -> 
     connection.exec_driver_sql(_CLOSE_UNDONE, fields)
 
 
-_UPDATE_ERROR = """
+_UPDATE_ERROR = f"""
 UPDATE idempotency.dead_letters SET last_error = %(error)s
-WHERE tenant = %(tenant)s AND task = %(task)s AND key = %(key)s AND status = 'open' AND reason = %(reason)s
+WHERE tenant = %(tenant)s AND task = %(task)s AND key = %(key)s AND {is_open()} AND reason = %(reason)s
   AND last_error IS DISTINCT FROM %(error)s
 """
 

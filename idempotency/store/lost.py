@@ -20,6 +20,7 @@ from .answers import error_text
 from .letters import insert_for_rows_sql
 from .markers import EPOCH
 from .outbox import refresh_lanes
+from .record import unsettled
 from .sweeps import RECORD_ID, THIS_RECORD, Sweep
 
 # Rows per statement, for short transactions.
@@ -56,7 +57,7 @@ SETTLE = Sweep(
     then=f"""
 , rows AS MATERIALIZED (
     SELECT r.id FROM due p JOIN idempotency.outbox r ON {_ITS_RECORD}
-    WHERE r.status = 'published' AND r.settled_at IS NULL AND {_ENDED}
+    WHERE r.status = 'published' AND {unsettled("r")} AND {_ENDED}
     FOR UPDATE OF r SKIP LOCKED
 ), settled AS (
     UPDATE idempotency.outbox o SET settled_at = clock_timestamp() FROM rows WHERE o.id = rows.id RETURNING 1
@@ -112,7 +113,7 @@ JUDGE = Sweep(
                          = (r.tenant, r.task, r.key, r.fingerprint)
                        AND (newer.service = r.service) IS NOT FALSE
                        AND (newer.generation, newer.id) > (r.generation, r.id)
-                       AND newer.settled_at IS NULL AND newer.status <> 'failed')
+                       AND {unsettled("newer")} AND newer.status <> 'failed')
           OR (SELECT true FROM idempotency.dead_letters d WHERE d.outbox_id = r.id AND d.status = 'open') THEN 'taken'
         WHEN p.available_at > clock_timestamp()
           OR r.published_at >= clock_timestamp()
@@ -149,7 +150,7 @@ REFUSE = Sweep(
     "refuse",
     table="outbox",
     columns=f"r.id, {_OF_ANOTHER} AS of_record, {_BY_ANOTHER} AS by_another",
-    due=f"r.id = ANY(%(ids)s) AND r.status = 'published' AND r.settled_at IS NULL AND {_OF_ANOTHER} IS NOT NULL",
+    due=f"r.id = ANY(%(ids)s) AND r.status = 'published' AND {unsettled('r')} AND {_OF_ANOTHER} IS NOT NULL",
     order="r.id",
     one="r.id = %(id)s",
     id="r.id::text",
@@ -164,11 +165,11 @@ SELECT (SELECT count(*) FROM refused)""",
 )
 
 # Not if it has started since it was examined, if another pass has resent it, or a person has edited its letter.
-_RESEND = """
+_RESEND = f"""
 UPDATE idempotency.outbox o SET status = 'pending', origin = 'resend', resends = resends + 1,
     available_at = clock_timestamp(), relayed_until = NULL
 FROM unnest(%(ids)s::bigint[], %(published)s::timestamptz[]) lost(id, published_at)
-WHERE (o.id, o.published_at) = (lost.id, lost.published_at) AND status = 'published' AND settled_at IS NULL AND NOT taken
+WHERE (o.id, o.published_at) = (lost.id, lost.published_at) AND status = 'published' AND {unsettled("o")} AND NOT taken
   AND NOT EXISTS (SELECT FROM idempotency.records r
                   WHERE (r.tenant, r.task, r.key) = (o.tenant, o.task, o.key)
                     AND (r.status <> 'released' OR r.available_at > clock_timestamp()))

@@ -14,7 +14,7 @@ from ..wire import references, results
 from ..wire.keys import OperationId
 from . import edits
 from .outbox import EXTERNAL
-from .record import COLUMNS, OWN, ROW, named
+from .record import COLUMNS, OWN, ROW, is_open, named, unsettled
 from .statements import execute
 
 # All tables in which an accepted operation may appear. What a person has done about it says nothing about whose it is.
@@ -36,11 +36,11 @@ SELECT status, fence, service FROM idempotency.records
 WHERE tenant = %(tenant)s AND task = %(task)s AND key = %(key)s
 """
 
-_ACCEPTED = """
+_ACCEPTED = f"""
 SELECT o.fingerprint, o.message, o.queue, o.status FROM idempotency.outbox o
 WHERE o.tenant = %(tenant)s AND o.task = %(task)s AND o.key = %(key)s AND NOT starts_with(o.task, %(external)s)
-  AND (o.service = %(service)s) IS NOT FALSE AND (o.settled_at IS NULL OR o.status = 'failed' AND EXISTS (
-      SELECT FROM idempotency.dead_letters d WHERE d.outbox_id = o.id AND d.status = 'open'))
+  AND (o.service = %(service)s) IS NOT FALSE AND ({unsettled("o")} OR o.status = 'failed' AND EXISTS (
+      SELECT FROM idempotency.dead_letters d WHERE d.outbox_id = o.id AND {is_open("d")}))
 ORDER BY o.status = 'failed', o.id LIMIT 1
 """
 

@@ -20,6 +20,7 @@ from sqlalchemy.pool import NullPool
 from ..settings import Settings
 from . import archive, edits, processes, sharing, stream_status, webhooks
 from .connections import make_engine
+from .record import is_open
 
 # The most rows that one count reads, over all queues: about a quarter of a second. A count that stopped there is shown
 # as "50,000+".
@@ -38,11 +39,11 @@ _WAITING = "o.settled_at IS NULL"
 
 # An accepted operation has neither a record yet nor an open dead letter, which would mean that its message was refused.
 # LATERAL with LIMIT, so that each row costs two index lookups.
-_BEGUN = """
+_BEGUN = f"""
     LEFT JOIN LATERAL (SELECT true AS yes FROM idempotency.records r
                        WHERE (r.tenant, r.task, r.key) = (o.tenant, o.task, o.key) LIMIT 1) begun ON true
     LEFT JOIN LATERAL (SELECT true AS yes FROM idempotency.dead_letters d
-                       WHERE (d.tenant, d.task, d.key) = (o.tenant, o.task, o.key) AND d.status = 'open'
+                       WHERE (d.tenant, d.task, d.key) = (o.tenant, o.task, o.key) AND {is_open("d")}
                        LIMIT 1) refused ON true
 """
 _ACCEPTED_ONLY = (

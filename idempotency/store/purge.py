@@ -14,6 +14,7 @@ from sqlalchemy import Connection, Row
 
 from ..wire.keys import HTTP_TASK
 from . import sweeps
+from .record import is_open
 from .stream_places import IS_SHOWN
 from .sweeps import RECORD_ID, THIS_RECORD, Pace, Sweep, deletes
 
@@ -38,14 +39,14 @@ _OWN = "r.service = %(service)s"
 OPERATIONS = Sweep(
     "purge",
     table="records",
-    columns="""greatest(
+    columns=f"""greatest(
         (SELECT clock_timestamp() + make_interval(secs => %(keep)s) FROM idempotency.outbox o
          WHERE o.tenant = r.tenant AND o.task = r.task AND o.key = r.key
            AND (o.status = 'pending' OR o.settled_at IS NULL AND (
                 o.status <> 'published' OR o.fingerprint <> r.fingerprint OR o.service <> r.service))
          LIMIT 1),
         (SELECT clock_timestamp() + make_interval(secs => %(keep)s) FROM idempotency.dead_letters d
-         WHERE d.tenant = r.tenant AND d.task = r.task AND d.key = r.key AND d.status = 'open' LIMIT 1),
+         WHERE d.tenant = r.tenant AND d.task = r.task AND d.key = r.key AND {is_open("d")} LIMIT 1),
         -- what a saga has called outlives it
         (SELECT clock_timestamp() + make_interval(secs => %(keep)s)
          FROM idempotency.saga_steps s JOIN idempotency.sagas g ON g.id = s.saga_id
@@ -135,14 +136,14 @@ _STREAMS = "SELECT DISTINCT 'stream.' || consumer FROM idempotency.stream_positi
 ROWS = Sweep(
     "purge_rows",
     table="outbox",
-    columns="""r.id, coalesce(
+    columns=f"""r.id, coalesce(
         (SELECT true FROM idempotency.records p
          WHERE p.tenant = r.tenant AND p.task = r.task AND p.key = r.key
            AND (p.status NOT IN ('completed', 'failed')
                 OR r.published_at > clock_timestamp() - make_interval(secs => %(horizon)s)) LIMIT 1),
         (SELECT true FROM idempotency.dead_letters d WHERE d.outbox_id = r.id AND d.status = 'open' LIMIT 1),
         (SELECT true FROM idempotency.dead_letters d
-         WHERE d.tenant = r.tenant AND d.task = r.task AND d.key = r.key AND d.status = 'open' LIMIT 1),
+         WHERE d.tenant = r.tenant AND d.task = r.task AND d.key = r.key AND {is_open("d")} LIMIT 1),
         false) AS stays""",
     due="""r.service = %(service)s AND r.settled_at IS NOT NULL AND r.status = %(status)s AND r.status <> 'pending'
       AND greatest(r.settled_at, r.kept_at) < (SELECT clock_timestamp() - make_interval(secs => %(retention)s))""",

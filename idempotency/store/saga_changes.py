@@ -16,7 +16,7 @@ from ..errors import ChangeRefused
 from ..wire.keys import OperationId
 from ..wire.results import REPLACED_BEGINS
 from . import dead_letters, sagas
-from .record import ROW, named
+from .record import ROW, is_open, named
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -25,10 +25,10 @@ _LOCKED = f"SELECT id, generation, status, stopped, error FROM idempotency.sagas
 
 _IS_TRIED_AGAIN = f"SELECT status = 'started' FROM idempotency.records WHERE {ROW} FOR UPDATE"
 
-_FAILED_UNDOS = """
+_FAILED_UNDOS = f"""
 SELECT s.name, s.tenant, s.call_task AS task, s.call_key AS key, r.status, (
     SELECT max(d.id) FROM idempotency.dead_letters d
-    WHERE (d.tenant, d.task, d.key) = (s.tenant, s.call_task, s.call_key) AND d.status = 'open'
+    WHERE (d.tenant, d.task, d.key) = (s.tenant, s.call_task, s.call_key) AND {is_open("d")}
       AND d.reason NOT IN ('fingerprint_mismatch', 'service_mismatch')) AS letter
 FROM idempotency.sagas g
 JOIN idempotency.saga_steps s ON s.saga_id = g.id AND s.generation = g.generation
@@ -41,11 +41,11 @@ _BEGIN_ANEW = "UPDATE idempotency.sagas SET stops = 0 WHERE id = %(saga)s"
 _GO_ON = "SELECT idempotency.signal_saga(%(saga)s)"
 
 # A saga whose dead letter this is, if it is still stopped for that reason.
-_STOPPED_BY = """
+_STOPPED_BY = f"""
 SELECT g.tenant, g.task, g.key
 FROM idempotency.dead_letters d
 JOIN idempotency.sagas g ON (g.tenant, g.task, g.key) = (d.tenant, d.task, d.key) AND g.stopped = d.reason
-WHERE d.id = %(letter)s AND d.status = 'open' AND g.status IN ('RUNNING', 'COMPENSATING')
+WHERE d.id = %(letter)s AND {is_open("d")} AND g.status IN ('RUNNING', 'COMPENSATING')
 """
 
 # The saga that waits for an operation.

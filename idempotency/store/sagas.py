@@ -15,7 +15,7 @@ from sqlalchemy import Connection, Row
 from ..wire.keys import OperationId
 from .answers import Claimed
 from .callers import Executes
-from .record import MINE, ROW, SETTINGS, idle_ms, mine, named
+from .record import MINE, ROW, SETTINGS, idle_ms, is_open, mine, named
 from .statements import execute
 
 # For a wait without a time-out. Not infinity, which Python's clock does not have.
@@ -190,7 +190,7 @@ _LOCKS = (
 _CLOSE_STOPPED = f"""
 UPDATE idempotency.dead_letters d SET status = 'replayed', closed_at = clock_timestamp()
 FROM (SELECT * FROM idempotency.sagas WHERE {ROW} AND status = 'RUNNING') g
-WHERE (d.tenant, d.task, d.key, d.reason) = (g.tenant, g.task, g.key, g.stopped) AND d.status = 'open'
+WHERE (d.tenant, d.task, d.key, d.reason) = (g.tenant, g.task, g.key, g.stopped) AND {is_open("d")}
 """
 
 _OBSERVE = """

@@ -8,7 +8,7 @@ from typing import Any
 from sqlalchemy import Connection, Row
 
 from ..wire.keys import OperationId
-from .record import named
+from .record import is_open, named
 from .statements import execute
 
 # Operations that a person has opened again, with what their letters have kept of the message.
@@ -34,9 +34,9 @@ WHERE id = (SELECT id FROM ({_NEWEST}) newest) AND headers = %(without)s AND sta
 """
 # The letter of a message that was refused without touching its operation becomes that of the operation, before its first run: what
 # is opened again is found by it.
-_ADOPT = """
+_ADOPT = f"""
 UPDATE idempotency.dead_letters SET source = 'operation', generation = 0, status = 'replayed', closed_at = clock_timestamp()
-WHERE id = %(letter)s AND status = 'open' RETURNING 1
+WHERE id = %(letter)s AND {is_open()} RETURNING 1
 """
 # The headers of the letter of a message that a person has cancelled, and that has not failed before.
 WITHOUT_MESSAGE = "{}"

@@ -14,7 +14,7 @@ from ..wire.keys import OperationId
 from .answers import Busy, Changed, Completed, Failed, Foreign, Mismatch, why_not
 from .ends import FailedEnd
 from .inserting import InsertOrUpdate, insert_or_update
-from .record import KNOWN, OWN, ROW, SETTINGS, idle_ms, named
+from .record import KNOWN, OWN, ROW, SETTINGS, idle_ms, named, unsettled
 from .statements import execute
 
 # Whether anything other than this message will deliver the operation. Resend would send the newest row of the newest
@@ -26,13 +26,13 @@ _ELSEWHERE = f"""(EXISTS (
             SELECT l.relayed_until FROM idempotency.lanes l
             WHERE (l.task, l.ordering_key) = (o.task, o.ordering_key))) AS relayed_until
         FROM idempotency.outbox o
-        WHERE {ROW} AND {OWN} AND fingerprint = ANY(%(fingerprints)s) AND settled_at IS NULL AND status <> 'failed'
+        WHERE {ROW} AND {OWN} AND fingerprint = ANY(%(fingerprints)s) AND {unsettled("o")} AND status <> 'failed'
         ORDER BY generation DESC, id DESC LIMIT 1) AS next_delivery
     WHERE message_id IS DISTINCT FROM %(message_id)s
        OR status = 'pending' AND (relayed_until IS NULL OR relayed_until < clock_timestamp()))
     OR EXISTS (
         SELECT FROM idempotency.outbox
-        WHERE {ROW} AND {OWN} AND fingerprint = ANY(%(fingerprints)s) AND settled_at IS NULL AND status = 'pending'
+        WHERE {ROW} AND {OWN} AND fingerprint = ANY(%(fingerprints)s) AND {unsettled()} AND status NOT IN ('published', 'failed')
           AND message_id IS DISTINCT FROM %(message_id)s))"""
 
 # A started operation is left to its holder or to recover, whatever its lease. A released one is ended only if it has not
@@ -107,9 +107,9 @@ WITH counted AS (
     WHERE {ROW} AND {OWN} AND fingerprint = ANY(%(fingerprints)s) AND status IN ('started', 'released')
 )
 UPDATE idempotency.outbox copy SET settled_at = clock_timestamp()
-WHERE message_id = %(message_id)s AND settled_at IS NULL AND status = 'published'
+WHERE message_id = %(message_id)s AND {unsettled("copy")} AND status = 'published'
   AND EXISTS (SELECT FROM idempotency.outbox
-              WHERE {ROW} AND {OWN} AND fingerprint = ANY(%(fingerprints)s) AND settled_at IS NULL AND status <> 'failed'
+              WHERE {ROW} AND {OWN} AND fingerprint = ANY(%(fingerprints)s) AND {unsettled()} AND status <> 'failed'
                 AND generation > copy.generation)
 """
 
@@ -118,7 +118,7 @@ WHERE message_id = %(message_id)s AND settled_at IS NULL AND status = 'published
 _PUT_BACK = f"""
 WITH own AS (
     SELECT id FROM idempotency.outbox
-    WHERE message_id = %(message_id)s AND settled_at IS NULL AND status <> 'failed' AND ordering_key IS NULL
+    WHERE message_id = %(message_id)s AND {unsettled()} AND status <> 'failed' AND ordering_key IS NULL
 ), free AS (
     SELECT WHERE NOT {_ELSEWHERE}
       AND NOT EXISTS (SELECT FROM idempotency.records WHERE {ROW} AND {OWN}
@@ -137,7 +137,7 @@ WITH own AS (
         available_at = clock_timestamp()
             + make_interval(secs => least(%(pause)s * pg_catalog.power(2, least(refusals, 20)), %(cap)s))
     FROM own, in_time
-    WHERE o.id = own.id AND o.settled_at IS NULL AND o.status <> 'failed'
+    WHERE o.id = own.id AND {unsettled("o")} AND o.status <> 'failed'
       AND (first_refused_at IS NULL OR first_refused_at > clock_timestamp() - make_interval(secs => %(grace)s))
     RETURNING 1
 ), first AS (

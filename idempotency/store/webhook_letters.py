@@ -6,13 +6,14 @@ from typing import Any
 
 from sqlalchemy import Connection, Row
 
+from .record import is_open, unsettled
 from .webhooks import DISCARDED, OF_DELIVERY
 
-_DELIVERY_OF = """
+_DELIVERY_OF = f"""
 SELECT w.id, w.body = '' AS is_erased, l.key <> w.id || ':' || w.redelivery AS is_past
 FROM idempotency.dead_letters l JOIN idempotency.webhook_deliveries w
     ON (w.tenant, w.task, w.id) = (l.tenant, coalesce(l.task, l.header_task), split_part(l.key, ':', 1))
-WHERE l.id = %(letter)s AND l.status = 'open' FOR UPDATE OF w
+WHERE l.id = %(letter)s AND {is_open("l")} FOR UPDATE OF w
 """
 _WAIT_AGAIN = """
 UPDATE idempotency.webhook_deliveries SET status = 'waiting', given_up_because = NULL, ended_at = NULL
@@ -24,7 +25,7 @@ UPDATE idempotency.webhook_deliveries w
 SET status = 'given_up', given_up_because = '{DISCARDED}', ended_at = clock_timestamp()
 WHERE id = %(id)s AND status = 'waiting' AND coalesce(
     (SELECT status IN ('completed', 'failed') FROM idempotency.records WHERE {OF_DELIVERY}),
-    NOT EXISTS (SELECT FROM idempotency.outbox WHERE {OF_DELIVERY} AND settled_at IS NULL AND status <> 'failed'))
+    NOT EXISTS (SELECT FROM idempotency.outbox WHERE {OF_DELIVERY} AND {unsettled()} AND status <> 'failed'))
 """
 
 

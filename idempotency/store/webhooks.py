@@ -9,6 +9,8 @@ from typing import Any
 
 from sqlalchemy import Connection, Row
 
+from .record import is_open
+
 ENABLED, DISABLED, UNVERIFIED = "enabled", "disabled", "unverified"
 # Why an endpoint is disabled.
 GONE, FAILING, BY_PERSON = "gone", "failing", "person"
@@ -68,7 +70,7 @@ VALUES (%(id)s, %(tenant)s, %(service)s, %(endpoint)s, %(task)s, %(event_type)s,
 _DELIVERY = f"""
 SELECT id, tenant, endpoint_id, task, event_type, status, given_up_because, redelivery, created_at, ended_at, body = '' AS is_erased,
        {_NEXT_ATTEMPT},
-       (SELECT min(id) FROM idempotency.dead_letters WHERE {OF_DELIVERY} AND status = 'open') AS dead_letter
+       (SELECT min(id) FROM idempotency.dead_letters WHERE {OF_DELIVERY} AND {is_open()}) AS dead_letter
 FROM idempotency.webhook_deliveries w WHERE id = %(id)s AND service = %(service)s
 """
 _DELIVERIES = f"""

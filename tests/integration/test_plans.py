@@ -1,15 +1,22 @@
 """How Postgres finds the rows of our statements, by plans made while the tables are empty, as kept ones are.
 
-A plan by the wrong index is right and slow, so no other test notices it.
+And by plans made when much more waits than at the last ANALYZE. A plan by the wrong index is right and slow, so no other test
+notices it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import pkgutil
+import re
+from collections.abc import Callable, Iterator
+from importlib import import_module
 
+import psycopg
 import pytest
 from celery import Celery
+from sqlalchemy import Connection
 
+from idempotency import store
 from idempotency.application import runtime_of, settings_of
 from idempotency.store import (
     archive,
@@ -26,6 +33,7 @@ from idempotency.store import (
 )
 from idempotency.store.overview import monitoring_connection
 from idempotency.store.statements import execute
+from idempotency.store.sweeps import Sweep
 from tests.support.plans import explain
 
 Plan = Callable[..., str]
@@ -150,3 +158,76 @@ def test_who_shares_the_tables_is_read_from_indexes(bank: Celery) -> None:
         assert index in plan, plan
     assert "Seq Scan on outbox" not in plan, plan
     assert "Seq Scan on lanes" not in plan, plan
+
+
+# ---------------------------------------------------------------- after an ANALYZE while nothing waited
+
+
+# What reads all that waits or is open, because it lists, counts or sweeps it, or asks for it in one statement.
+READ_ALL = {
+    "approvals._OPEN",
+    "archive._COUNT",
+    "doubts._LAST",
+    "doubts._OF_SAGAS",
+    "doubts._OPEN",
+    "edits._OPEN_REQUESTS",
+    "erasure._COMING",
+    "erasure._OBSTACLE",
+    "flow._SENT",
+    "letter_operations._WITH_OPEN_LETTERS",
+    "letter_pages._GROUPS",
+    # by a digest, which only an index of open letters has
+    "letters._ADOPT",
+    "lost._WAITING",
+    "lost.SETTLE_ANY",
+    "operation_pages._ACCEPTED",
+    "operation_pages._LAST_ACCEPTED",
+    "overview._ACCEPTED",
+    "overview._LIST_ACCEPTED",
+    "overview._UNPUBLISHED",
+    "testing._OF_SAGAS",
+}
+OF_WHAT_WAITS = r"outbox_(?:waiting|unsettled|failed)|dead_letters_(?:open|one_message|one_open|one_row|listed)"
+
+
+def statements() -> Iterator[tuple[str, str]]:
+    """All statements of the store that are whole as they stand in its modules."""
+    for found in pkgutil.iter_modules(store.__path__):
+        if found.ispkg:
+            continue
+        for name, value in vars(import_module(f"{store.__name__}.{found.name}")).items():
+            each = [value.unlocked, value.find, value.single] if isinstance(value, Sweep) else [value]
+            for statement in each:
+                if isinstance(statement, str) and re.search(r"(outbox|dead_letters)\b", statement):
+                    yield f"{found.name}.{name}", statement
+
+
+def test_one_operation_is_found_without_reading_all_that_waits(bank: Celery, connection: Connection) -> None:
+    """The planner takes an index of what waits for the smallest one, if nothing waited when it last looked."""
+    rows = """INSERT INTO idempotency.outbox
+        (message_id, tenant, task, key, fingerprint, message, queue, origin, available_at, status, published_at, settled_at, service)
+        SELECT 'm' || i, 'default', 'a', 'k' || i, 'v1:f', '', 'q', 'enqueue', now(), 'published', now(), {}, 'bank' FROM generate_series({}) i"""
+    letters = """INSERT INTO idempotency.dead_letters
+        (tenant, task, key, reason, source, fingerprint, outbox_id, payload, status, closed_at)
+        SELECT 'default', 'a', 'k' || i, 'r', 'operation', 'v1:f', i, '', {} FROM generate_series({}) i"""
+    ended, waiting = "1, 20000", "20001, 21000"
+    connection.exec_driver_sql(rows.format("now()", ended))
+    connection.exec_driver_sql(letters.format("'discarded', now()", ended))
+    connection.exec_driver_sql("VACUUM ANALYZE idempotency.outbox, idempotency.dead_letters")
+    connection.exec_driver_sql(rows.format("NULL", waiting))
+    connection.exec_driver_sql(letters.format("'open', NULL", waiting))
+    whole, reads_all = 0, {}
+    for name, statement in statements():
+        with runtime_of(bank).autocommit() as own:
+            try:
+                plan = explain(own, statement)
+            except psycopg.errors.Error:  # a part of others
+                continue
+        whole += 1
+        lines = plan.splitlines()
+        for line, following in zip(lines, [*lines[1:], ""], strict=True):
+            if re.search(f"Scan (using|on) ({OF_WHAT_WAITS}) ", line) and "Index Cond" not in following:
+                reads_all[name] = plan
+    assert whole > 100
+    assert {name for name, _ in statements()} >= READ_ALL
+    assert set(reads_all) <= READ_ALL, "\n".join(reads_all[name] for name in set(reads_all) - READ_ALL)
