@@ -14,7 +14,7 @@ from ..wire.keys import OperationId
 from ..wire.message import Message
 from .answers import Answer, Busy, Changed, Claimed, Completed, Failed, Foreign, Mismatch, Renewal, Stale, why_not
 from .inserting import IS_NEW, InsertOrUpdate, insert_or_update
-from .record import KNOWN, MINE, OWN, ROW, mine, named, unsettled
+from .record import KNOWN, MINE, OWN, ROW, RUNS, mine, named, unsettled
 from .statements import IS_CONFIRMED, execute
 
 # The answer of a record that cannot be claimed.
@@ -159,9 +159,7 @@ RETURNING 1
 """
 
 # A saga that waits goes on now.
-_RESUME = (
-    f"SELECT idempotency.resume_saga(g) FROM idempotency.sagas g WHERE {ROW} AND status = 'RUNNING' AND NOT observed"
-)
+_RESUME = f"SELECT idempotency.resume_saga(g) FROM idempotency.sagas g WHERE {ROW} AND {RUNS} AND NOT observed"
 
 _STANDING = f"""
 (SELECT true AS has_begun, message FROM idempotency.records

@@ -16,7 +16,7 @@ from ..errors import ChangeRefused
 from ..wire.keys import OperationId
 from ..wire.results import REPLACED_BEGINS
 from . import dead_letters, sagas
-from .record import ROW, is_open, named
+from .record import ROW, RUNS, is_open, named
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -103,11 +103,11 @@ FOR NO KEY UPDATE OF g
 """
 
 # The call that a replay has opened again, if its saga still waits and has not seen how it had failed.
-_AWAIT_AGAIN = """
+_AWAIT_AGAIN = f"""
 WITH waits AS (
     UPDATE idempotency.sagas g SET waits_for = waits_for + 1, updated_at = clock_timestamp()
     FROM idempotency.saga_steps s
-    WHERE g.id = %(saga)s AND g.status = 'RUNNING' AND g.stopped IS NULL AND g.waits_for IS NOT NULL
+    WHERE g.id = %(saga)s AND g.{RUNS} AND g.stopped IS NULL AND g.waits_for IS NOT NULL
       AND s.saga_id = g.id AND s.generation = g.generation AND s.kind = 'call' AND s.state = 'failed'
       AND (s.tenant, s.call_task, s.call_key) = (%(tenant)s, %(task)s, %(key)s)
       AND NOT EXISTS (SELECT FROM idempotency.saga_steps later

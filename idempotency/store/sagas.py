@@ -15,7 +15,7 @@ from sqlalchemy import Connection, Row
 from ..wire.keys import OperationId
 from .answers import Claimed
 from .callers import Executes
-from .record import MINE, ROW, SETTINGS, idle_ms, is_open, mine, named
+from .record import MINE, ROW, RUNS, SETTINGS, idle_ms, is_open, mine, named
 from .statements import execute
 
 # For a wait without a time-out. Not infinity, which Python's clock does not have.
@@ -100,7 +100,7 @@ SELECT 1 / count(*) FROM released
 _COMPENSATE = f"""
 WITH {SETTINGS}, saga AS (
     UPDATE idempotency.sagas SET status = 'COMPENSATING', error = %(error)s, updated_at = clock_timestamp()
-    FROM settings WHERE id = %(saga)s AND status = 'RUNNING' RETURNING id
+    FROM settings WHERE id = %(saga)s AND {RUNS} RETURNING id
 )
 SELECT 1 / count(*) FROM saga
 """
@@ -189,7 +189,7 @@ _LOCKS = (
 # What had stopped it no longer needs a person.
 _CLOSE_STOPPED = f"""
 UPDATE idempotency.dead_letters d SET status = 'replayed', closed_at = clock_timestamp()
-FROM (SELECT * FROM idempotency.sagas WHERE {ROW} AND status = 'RUNNING') g
+FROM (SELECT * FROM idempotency.sagas WHERE {ROW} AND {RUNS}) g
 WHERE (d.tenant, d.task, d.key, d.reason) = (g.tenant, g.task, g.key, g.stopped) AND {is_open("d")}
 """
 

@@ -163,7 +163,7 @@ def test_who_shares_the_tables_is_read_from_indexes(bank: Celery) -> None:
 # ---------------------------------------------------------------- after an ANALYZE while nothing waited
 
 
-# What reads all that waits or is open, because it lists, counts or sweeps it, or asks for it in one statement.
+# What reads all that waits, runs or is open, because it lists, counts or sweeps it, or asks for it in one statement.
 READ_ALL = {
     "approvals._OPEN",
     "archive._COUNT",
@@ -187,18 +187,22 @@ READ_ALL = {
     "overview._UNPUBLISHED",
     "testing._OF_SAGAS",
 }
-OF_WHAT_WAITS = r"outbox_(?:waiting|unsettled|failed)|dead_letters_(?:open|one_message|one_open|one_row|listed)"
+OF_WHAT_WAITS = (
+    r"outbox_(?:waiting|unsettled|failed)|dead_letters_(?:open|one_message|one_open|one_row|listed)|sagas_running"
+)
 
 
 def statements() -> Iterator[tuple[str, str]]:
-    """All statements of the store that are whole as they stand in its modules."""
+    """All statements of the store that stand as a whole in its modules, and some parts of others."""
     for found in pkgutil.iter_modules(store.__path__):
         if found.ispkg:
             continue
         for name, value in vars(import_module(f"{store.__name__}.{found.name}")).items():
             each = [value.unlocked, value.find, value.single] if isinstance(value, Sweep) else [value]
             for statement in each:
-                if isinstance(statement, str) and re.search(r"(outbox|dead_letters)\b", statement):
+                if isinstance(statement, str) and re.match(
+                    r"\s*(\(?SELECT|WITH|INSERT|UPDATE|DELETE)\b.*idempotency\.", statement, re.DOTALL
+                ):
                     yield f"{found.name}.{name}", statement
 
 
@@ -210,12 +214,16 @@ def test_one_operation_is_found_without_reading_all_that_waits(bank: Celery, con
     letters = """INSERT INTO idempotency.dead_letters
         (tenant, task, key, reason, source, fingerprint, outbox_id, payload, status, closed_at)
         SELECT 'default', 'a', 'k' || i, 'r', 'operation', 'v1:f', i, '', {} FROM generate_series({}) i"""
+    sagas = """INSERT INTO idempotency.sagas (tenant, task, key, service, generation, entity_id, status, accepted_at)
+        SELECT 'default', 'a', 'k' || i, 'bank', 1, 'k' || i, {}, now() FROM generate_series({}) i"""
     ended, waiting = "1, 20000", "20001, 21000"
     connection.exec_driver_sql(rows.format("now()", ended))
     connection.exec_driver_sql(letters.format("'discarded', now()", ended))
-    connection.exec_driver_sql("VACUUM ANALYZE idempotency.outbox, idempotency.dead_letters")
+    connection.exec_driver_sql(sagas.format("'COMPLETED'", ended))
+    connection.exec_driver_sql("VACUUM ANALYZE idempotency.outbox, idempotency.dead_letters, idempotency.sagas")
     connection.exec_driver_sql(rows.format("NULL", waiting))
     connection.exec_driver_sql(letters.format("'open', NULL", waiting))
+    connection.exec_driver_sql(sagas.format("'RUNNING'", waiting))
     whole, reads_all = 0, {}
     for name, statement in statements():
         with runtime_of(bank).autocommit() as own:
