@@ -43,8 +43,7 @@ _BEGUN = f"""
     LEFT JOIN LATERAL (SELECT true AS yes FROM idempotency.records r
                        WHERE (r.tenant, r.task, r.key) = (o.tenant, o.task, o.key) LIMIT 1) begun ON true
     LEFT JOIN LATERAL (SELECT true AS yes FROM idempotency.dead_letters d
-                       WHERE (d.tenant, d.task, d.key) = (o.tenant, o.task, o.key) AND {is_open("d")}
-                       LIMIT 1) refused ON true
+                       WHERE (d.tenant, d.task, d.key) = (o.tenant, o.task, o.key) AND {is_open("d")} LIMIT 1) refused ON true
 """
 _ACCEPTED_ONLY = (
     "(o.service = %(service)s) IS NOT FALSE AND begun.yes IS NULL AND refused.yes IS NULL AND o.status <> 'failed'"

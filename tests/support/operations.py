@@ -214,10 +214,11 @@ def outbox(connection: Connection, id: OperationId | None = None) -> Sequence[Ro
 
 
 def sent(connection: Connection, id: OperationId) -> dict[str, Any]:
-    """Mark the newest outbox row of an operation as published; returns the marks of its message."""
+    """Mark the newest outbox row of an operation as published, to the queue of the others; returns the marks of its message."""
     row = connection.execute(
         text("""
-            UPDATE idempotency.outbox SET status = 'published', published_at = clock_timestamp(), relayed_until = NULL
+            UPDATE idempotency.outbox SET status = 'published', published_at = clock_timestamp(), relayed_until = NULL,
+                queue = coalesce(nullif(queue, ''), (SELECT max(queue) FROM idempotency.outbox))
             WHERE id = (SELECT max(id) FROM idempotency.outbox
                         WHERE (tenant, task, key) = (:tenant, :task, :key))
             RETURNING message_id, generation, origin
