@@ -6,6 +6,7 @@ queue; what follows from that for its row is decided here.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from datetime import datetime
@@ -30,6 +31,8 @@ BATCHES = 10
 # The longest pause between two resends of a row, in seconds. RabbitMQ leaves a delivery unacknowledged for 30 minutes at
 # most, so after this a row is lost even if some consumer does not report what it holds.
 RESEND_CAP = 3600.0
+# Seconds for which a pass settles: the relay waits for it, and as much as ends in the time between two has to be settled in one.
+SETTLING = 2.0
 # How far a pass goes back before the last settled end, in seconds, since some ends commit later than their time says.
 # Any that are still missed are found when their message has left its queue.
 OVERLAP = 10.0
@@ -46,31 +49,32 @@ _REFUSED = f"({_FOREIGN} OR p.fingerprint <> r.fingerprint AND NOT {_OTHER_RULE}
 
 # A row is settled by an ended record with the same fingerprint; the end of another request means nothing for it. Any
 # application may note that: it is a fact about the two rows.
+_SETTLES = f"idempotency.outbox r ON {_ITS_RECORD} WHERE r.status = 'published' AND {unsettled('r')} AND {_ENDED}"
 SETTLE = Sweep(
     "settle",
     table="records",
     columns="r.status, r.fingerprint, r.service, r.completed_at",
-    due="r.completed_at IS NOT NULL AND r.completed_at > %(since)s",
+    # Of what has ended, only what has such a row: however much has ended within the overlap, a pass gets beyond it.
+    due=f"""r.completed_at IS NOT NULL AND r.completed_at > %(since)s AND (
+        SELECT true FROM (SELECT r.tenant, r.task, r.key, r.status, r.fingerprint, r.service) p JOIN {_SETTLES} LIMIT 1)""",
     order="r.completed_at",
     one=THIS_RECORD,
     id=RECORD_ID,
     then=f"""
 , rows AS MATERIALIZED (
-    SELECT r.id FROM due p JOIN idempotency.outbox r ON {_ITS_RECORD}
-    WHERE r.status = 'published' AND {unsettled("r")} AND {_ENDED}
+    SELECT r.id FROM due p JOIN {_SETTLES}
     FOR UPDATE OF r SKIP LOCKED
 ), settled AS (
     UPDATE idempotency.outbox o SET settled_at = clock_timestamp() FROM rows WHERE o.id = rows.id RETURNING 1
-), moved AS (
-    UPDATE idempotency.settled SET until = greatest(until, (SELECT max(completed_at) FROM due))
-    WHERE EXISTS (SELECT FROM due)
 )
-SELECT (SELECT count(*) FROM settled) AS settled, count(*) AS ended, max(completed_at) AS until FROM due""",
+SELECT (SELECT count(*) FROM settled) AS settled, count(*) AS ended, max(completed_at) AS until,
+       (SELECT max(completed_at) FROM idempotency.records) AS newest FROM due""",
 )
 # Without locking the records, which would write to each.
 _SETTLE = f"WITH due AS MATERIALIZED ({SETTLE.unlocked}) {SETTLE.then}"
 
 _SINCE = "SELECT until - make_interval(secs => %(overlap)s) FROM idempotency.settled"
+_MOVE = "UPDATE idempotency.settled SET until = %(until)s WHERE until < %(until)s"
 
 # The oldest row of each queue, by skipping through the index. Queues belong to one application: if it does not declare
 # one, perhaps since a deploy, its oldest row tells.
@@ -231,8 +235,8 @@ _OTHER_SERVICE = error_text(SERVICE_MISMATCH, "this idempotency key is used by a
 def settle(connection: Connection) -> int:
     """Settle the rows of operations that have ended since the last pass; returns how many."""
     since: datetime = connection.exec_driver_sql(_SINCE, {"overlap": OVERLAP}).scalar_one()
-    total = 0
-    for _ in range(BATCHES):
+    total, began = 0, time.monotonic()
+    while True:
         fields = {"since": since, "batch": BATCH}
         try:
             done = connection.exec_driver_sql(_SETTLE, fields).one()
@@ -241,11 +245,12 @@ def settle(connection: Connection) -> int:
                 raise
             found = _one_by_one(connection, SETTLE, fields)
             return total + sum(int(row.settled) for row in found)  # the next pass continues
-        total += done.settled
-        if done.ended < BATCH:
-            break
+        total += int(done.settled)
+        is_last = done.ended < BATCH
+        connection.exec_driver_sql(_MOVE, {"until": done.newest if is_last else done.until})
+        if is_last or time.monotonic() - began > SETTLING:
+            return total
         since = done.until
-    return total
 
 
 def _one_by_one(connection: Connection, sweep: Sweep, fields: dict[str, Any]) -> list[Row[Any]]:
