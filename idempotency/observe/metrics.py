@@ -8,7 +8,7 @@ created by importing this module but by `prepare`, or on first use. Without the 
 from __future__ import annotations
 
 import threading
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -240,9 +240,22 @@ def combined_registry(directory: Path | None = None) -> CollectorRegistry:
         from prometheus_client import CollectorRegistry
         from prometheus_client.multiprocess import MultiProcessCollector
 
+    class Collector(MultiProcessCollector):
+        """Reads no file that is empty, as a process leaves that was killed while it made it: all others would be refused with it."""
+
+        def collect(self) -> Any:
+            files = [str(file) for file in Path(self._path).glob("*.db") if _has_content(file)]
+            return self.merge(files, accumulate=True)  # type: ignore[no-untyped-call]
+
     shared = CollectorRegistry()
-    MultiProcessCollector(shared, path=directory and str(directory))  # type: ignore[no-untyped-call]
+    Collector(shared, path=directory and str(directory))  # type: ignore[no-untyped-call]
     return shared
+
+
+def _has_content(file: Path) -> bool:
+    with suppress(FileNotFoundError):
+        return file.stat().st_size > 0
+    return False
 
 
 def exposition() -> tuple[bytes, str]:
