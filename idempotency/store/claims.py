@@ -107,7 +107,7 @@ SET duplicates = duplicates + 1, updated_at = clock_timestamp(),
 WHERE {ROW} AND fingerprint = ANY(%(fingerprints)s) AND {OWN}
   AND (status = 'started' AND locked_until > clock_timestamp()
     OR status = 'released' AND available_at > clock_timestamp())
-RETURNING token
+RETURNING token, message <> '' AS is_kept
 """
 
 # A skipped row is locked, perhaps by its own finish: its lease is unknown, not lost. Without SKIP LOCKED, one slow
@@ -265,13 +265,13 @@ def count_duplicate(
     message: str = "",
     queue: str = "",
 ) -> tuple[bool, str | None]:
-    """Count a duplicate of an operation in flight. Returns whether it was counted, and the holder's token.
+    """Count a duplicate of an operation in flight. Returns whether it was counted, and the holder's token if its record has a message.
 
-    `message` is kept if the record has none yet.
+    `message` is kept if the record has none yet. Without one, the next duplicate has to be asked for it.
     """
     fields = {"service": service, "fingerprints": [fingerprint, *also], "message": message, "queue": queue}
     row = execute(connection, _COUNT_DUPLICATE, named(id) | fields).fetchone()
-    return (False, None) if row is None else (True, row.token)
+    return (False, None) if row is None else (True, row.token if row.is_kept else None)
 
 
 def renew(connection: Connection, claims: Sequence[Claimed], lease: float) -> dict[str, Renewal]:

@@ -21,7 +21,7 @@ from .answers import error_text
 from .letters import insert_for_rows_sql
 from .markers import EPOCH
 from .outbox import refresh_lanes
-from .record import unsettled
+from .record import is_scheduled, unsettled
 from .sweeps import RECORD_ID, THIS_RECORD, Sweep
 
 # Rows per statement, for short transactions.
@@ -93,8 +93,8 @@ WHERE (queue = ANY(%(queues)s) OR service = %(service)s)
   AND published_at < clock_timestamp() - make_interval(secs => %(after)s)
 """
 
-# A `taken` row is covered by a started record, a newer row of its operation or its own dead letter, and is not examined
-# again unless a discard returns it. (A marker's `taken_at` is unrelated.) A started record is left to recover; a released
+# A `taken` row is covered by a started record with a message, a newer row of its operation, unless that is another call that was
+# enqueued for later, or its own dead letter. It is not examined again unless a discard returns it. (A marker's `taken_at` is unrelated.) A started record is left to recover; a released
 # operation that is due has its next delivery in the newest row of its newest generation.
 JUDGE = Sweep(
     "resend",
@@ -111,15 +111,16 @@ JUDGE = Sweep(
     SELECT r.id, r.published_at, r.message, CASE
         WHEN {_REFUSED} THEN 'refused'
         WHEN {_ENDED} THEN 'ended'
-        WHEN p.status = 'started'
+        WHEN p.status = 'started' AND p.message <> ''
           OR EXISTS (SELECT FROM idempotency.outbox newer
                      WHERE (newer.tenant, newer.task, newer.key, newer.fingerprint)
                          = (r.tenant, r.task, r.key, r.fingerprint)
                        AND (newer.service = r.service) IS NOT FALSE
                        AND (newer.generation, newer.id) > (r.generation, r.id)
-                       AND {unsettled("newer")} AND newer.status <> 'failed')
+                       AND {unsettled("newer")} AND newer.status <> 'failed'
+                       AND NOT ({is_scheduled("newer")} AND newer.generation = r.generation))
           OR (SELECT true FROM idempotency.dead_letters d WHERE d.outbox_id = r.id AND d.status = 'open') THEN 'taken'
-        WHEN p.available_at > clock_timestamp()
+        WHEN p.status = 'started' OR p.available_at > clock_timestamp()
           OR r.published_at >= clock_timestamp()
              - make_interval(secs => least(%(after)s * pg_catalog.power(2, least(r.resends, 20)), %(cap)s)) THEN 'early'
         ELSE 'lost'
@@ -186,12 +187,12 @@ FROM idempotency.outbox o JOIN unnest(%(ids)s::bigint[], %(published)s::timestam
 """
 
 # What should be in a queue: published rows whose operation has no record, or is released and due.
-_WAITING = """
+_WAITING = f"""
 WITH newest AS MATERIALIZED (
     SELECT DISTINCT ON (o.tenant, o.task, o.key, o.fingerprint)
            o.id, o.tenant, o.task, o.key, o.fingerprint, o.queue, o.published_at, o.resends, o.status
     FROM idempotency.outbox o
-    WHERE o.service = %(service)s AND o.settled_at IS NULL AND NOT o.taken AND o.status <> 'failed'
+    WHERE o.service = %(service)s AND o.settled_at IS NULL AND NOT o.taken AND o.status <> 'failed' AND NOT {is_scheduled("o")}
     ORDER BY o.tenant, o.task, o.key, o.fingerprint, o.generation DESC, o.id DESC
 )
 SELECT n.id, n.task, n.queue, n.published_at,

@@ -14,26 +14,30 @@ from ..wire.keys import OperationId
 from .answers import Busy, Changed, Completed, Failed, Foreign, Mismatch, why_not
 from .ends import FailedEnd
 from .inserting import InsertOrUpdate, insert_or_update
-from .record import KNOWN, OWN, ROW, SETTINGS, idle_ms, named, unsettled
+from .record import KNOWN, OWN, ROW, SETTINGS, idle_ms, is_scheduled, named, unsettled
 from .statements import execute
 
-# Whether anything other than this message will deliver the operation. Resend would send the newest row of the newest
-# generation; this message is only a copy if that is another row, or a row that is about to be published again. (A row
-# that a relay has reserved right now, itself or by its lane, is this message: it came back before its confirm was noted.)
-_ELSEWHERE = f"""(EXISTS (
+
+def _elsewhere(besides: str = "") -> str:
+    """SQL: anything other than this message will deliver the operation.
+
+    Resend would send the newest row of the newest generation; this message is only a copy if that is another row, or a row that is
+    about to be published again. (A row that a relay has reserved right now, itself or by its lane, is this message: it came back
+    before its confirm was noted.)
+    """
+    rows = f"""idempotency.outbox o
+        WHERE {ROW} AND {OWN} AND fingerprint = ANY(%(fingerprints)s) AND {unsettled("o")} {besides}"""
+    return f"""(EXISTS (
     SELECT FROM (
         SELECT message_id, status, coalesce(relayed_until, (
             SELECT l.relayed_until FROM idempotency.lanes l
             WHERE (l.task, l.ordering_key) = (o.task, o.ordering_key))) AS relayed_until
-        FROM idempotency.outbox o
-        WHERE {ROW} AND {OWN} AND fingerprint = ANY(%(fingerprints)s) AND {unsettled("o")} AND status <> 'failed'
-        ORDER BY generation DESC, id DESC LIMIT 1) AS next_delivery
+        FROM {rows} AND status <> 'failed' ORDER BY generation DESC, id DESC LIMIT 1) AS next_delivery
     WHERE message_id IS DISTINCT FROM %(message_id)s
        OR status = 'pending' AND (relayed_until IS NULL OR relayed_until < clock_timestamp()))
     OR EXISTS (
-        SELECT FROM idempotency.outbox
-        WHERE {ROW} AND {OWN} AND fingerprint = ANY(%(fingerprints)s) AND {unsettled()} AND status NOT IN ('published', 'failed')
-          AND message_id IS DISTINCT FROM %(message_id)s))"""
+        SELECT FROM {rows} AND status NOT IN ('published', 'failed') AND message_id IS DISTINCT FROM %(message_id)s))"""
+
 
 # A started operation is left to its holder or to recover, whatever its lease. A released one is ended only if it has not
 # changed since the statement's snapshot: a later release has written a delivery that the snapshot does not show.
@@ -77,7 +81,7 @@ _GIVEN_UP = InsertOrUpdate(
     returning="generation, attempts, first_error, fence, effects, fingerprint",
 )
 _DELIVERIES = f"""{SETTINGS}, deliveries AS MATERIALIZED (
-    SELECT {_ELSEWHERE} AS elsewhere
+    SELECT {_elsewhere()} AS elsewhere
 ), """
 _ENDED = """
 SELECT 'given_up' AS answer, generation, attempts, first_error, fence, effects, NULL AS result, NULL AS error,
@@ -113,6 +117,8 @@ WHERE message_id = %(message_id)s AND {unsettled("copy")} AND status = 'publishe
                 AND generation > copy.generation)
 """
 
+# A call that is enqueued for later is another one: this one comes back before.
+_AT_ONCE = f"AND NOT {is_scheduled('o')}"
 # A valid message that no worker could run, during a deploy perhaps. It comes back later by its own row or by a new one,
 # so that it is never only in the broker. By a new one if its row has an ordering key, or it would block its lane.
 _PUT_BACK = f"""
@@ -120,7 +126,7 @@ WITH own AS (
     SELECT id FROM idempotency.outbox
     WHERE message_id = %(message_id)s AND {unsettled()} AND status <> 'failed' AND ordering_key IS NULL
 ), free AS (
-    SELECT WHERE NOT {_ELSEWHERE}
+    SELECT WHERE NOT {_elsewhere(_AT_ONCE)}
       AND NOT EXISTS (SELECT FROM idempotency.records WHERE {ROW} AND {OWN}
                       AND fingerprint = ANY(%(fingerprints)s)
                       AND (status <> 'released' OR generation <> %(generation)s::int))

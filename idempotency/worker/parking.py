@@ -32,9 +32,10 @@ CONFIRM_TIMEOUT = 5.0
 def park_if_early(connection: Connection, delivery: Delivery, settings: Settings) -> bool:
     """Park a delivery whose time has not come by the database's clock. False: it has come, or there is none.
 
-    It is no late copy: the age of a signed message counts from its time.
+    It is no late copy: the age of a signed message counts from its time. One that is revoked ends now: no worker remembers that
+    until its time.
     """
-    if delivery.eta is None or clock.has_come(connection, delivery.eta):
+    if delivery.eta is None or delivery.is_revoked or clock.has_come(connection, delivery.eta):
         return False
     _park(connection, delivery, Message.from_text(delivery.message), settings.service, eta=delivery.eta)
     return True
@@ -44,9 +45,9 @@ def park_under_its_key(connection: Connection, delivery: Delivery, settings: Set
     """Let a message come back with its key in its header, the same one for all deliveries of this message.
 
     The first delivery of a message decides: its row has an id made from the message. Another one may have its task id.
-    False: it is stale, as its claim will say.
+    False: it is stale, as its claim will say, or revoked.
     """
-    if _is_stale(connection, delivery, settings):
+    if delivery.is_revoked or _is_stale(connection, delivery, settings):
         return False
     message = Message.from_text(delivery.message)
     same = json.dumps([delivery.id.tenant, delivery.id.task, delivery.task_id, message.body])

@@ -21,7 +21,7 @@ from idempotency.application import close_runtime
 from idempotency.errors import Unanswered
 from idempotency.observe import metrics
 from idempotency.store import letters, outbox, statements
-from idempotency.wire.headers import ETA_HEADER, ORIGIN_HEADER
+from idempotency.wire.headers import ETA_HEADER, ORIGIN_HEADER, REVOKED_HEADER
 from idempotency.worker import waiting
 from idempotency.worker.waiting import Waiting
 from tests.faults.clocks import Clock, can_be_built
@@ -332,3 +332,15 @@ def test_a_worker_with_a_wrong_clock_neither_keeps_nor_hastens_a_delay(
         row = eventually(lambda account=account: (row := record(account)) and row.status == "completed" and row)
         assert row.created_at - sent >= timedelta(seconds=2)
         assert entries(account) == 1
+
+
+def test_what_is_revoked_ends_before_its_time(deliveries: Deliveries, engine: Engine, entries: Any) -> None:
+    """No worker remembers a revoke for as long as a delay may take."""
+    later = (datetime.now(UTC) + timedelta(days=30)).isoformat()
+    deliveries.deliver(app_module.deposit, "a", task_id="t1", headers={REVOKED_HEADER: True, ETA_HEADER: later})
+    with engine.connect() as connection:
+        record = connection.execute(text("SELECT status, error_code FROM idempotency.records")).one()
+        waiting = connection.execute(
+            text("SELECT count(*) FROM idempotency.outbox WHERE status = 'pending'")
+        ).scalar_one()
+    assert (tuple(record), waiting, entries("a")) == (("failed", "revoked"), 0, 0)

@@ -53,7 +53,7 @@ def forgotten_steps(removal: Removal) -> None:
 
 def elsewhere(removal: Removal) -> None:
     """A dead copy ends its operation although something else will deliver it."""
-    removal.edit(undelivered, undelivered._ELSEWHERE, "false")
+    removal.edit(undelivered, undelivered._elsewhere(), "false")
 
 
 def generation(removal: Removal) -> None:
