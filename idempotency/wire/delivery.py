@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, Literal, Protocol, runtime_checkable
 
+from .headers import GENERATION_HEADER
 from .keys import OperationId
 
 
@@ -37,6 +38,16 @@ class Delivery:
     only_asked: bool = False
     # It is not acknowledged while another holds the operation, and asks again until that one has ended: no duplicate is counted.
     waits: bool = False
+
+    @property
+    def generation(self) -> int:
+        """The generation of the operation that its message is of."""
+        return self.number(GENERATION_HEADER, 1)
+
+    def number(self, header: str, default: int) -> int:
+        """A header of its message; the default if that is no number that Postgres takes, as whoever may publish can write."""
+        given = self.headers.get(header)
+        return given if type(given) is int and 0 <= given < 2**31 else default
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,12 +19,14 @@ from ..observe.logs import log
 from ..settings import Settings
 from ..store import claims, clock, outbox
 from ..wire.delivery import Delivery
-from ..wire.headers import GENERATION_HEADER, ORIGIN_HEADER, OUTBOX_HEADER, WAITS_HEADER
+from ..wire.headers import ORIGIN_HEADER, OUTBOX_HEADER, WAITS_HEADER
 from ..wire.message import Message
 from .waiting import is_stopping
 
 # Seconds in the outbox for a delivery that got no answer although Postgres accepts it there: a person must repair that.
 PUT_BACK = 60.0
+# A duplicate comes back no more often than this, for more than a century.
+LONGEST = 32
 # Seconds to wait for the confirm of a copy; the hard time limit may be near.
 CONFIRM_TIMEOUT = 5.0
 
@@ -58,8 +60,8 @@ def park_under_its_key(connection: Connection, delivery: Delivery, settings: Set
 
 def park_until_held_no_more(connection: Connection, delivery: Delivery, settings: Settings) -> None:
     """Let a duplicate come back for the result after 0.5, 1, 2, … seconds, for about `wait` seconds in all."""
-    waits = int(delivery.headers.get(WAITS_HEADER, 0))
-    if 0.5 * (2**waits - 1) < settings.wait:
+    waits = delivery.number(WAITS_HEADER, 0)
+    if waits < LONGEST and 0.5 * (2**waits - 1) < settings.wait:
         message = Message.from_text(delivery.message)
         message.headers[WAITS_HEADER] = waits + 1
         _park(connection, delivery, message, settings.service, countdown=0.5 * 2**waits)
@@ -108,7 +110,7 @@ def _park(
         countdown=countdown,
         eta=eta,
         origin="retry",
-        generation=int(delivery.headers.get(GENERATION_HEADER, 1)),
+        generation=delivery.generation,
         message_id=message_id,
     )
 
@@ -131,7 +133,7 @@ def _copied(app: Celery, delivery: Delivery, message: Message) -> bool:
         service=runtime_of(app).settings.service,
         origin=delivery.headers.get(ORIGIN_HEADER) or "retry",
         outbox_id=id,
-        generation=int(delivery.headers.get(GENERATION_HEADER, 1)),
+        generation=delivery.generation,
     )
     if delivery.eta is not None:
         message.headers["eta"] = delivery.eta.isoformat()

@@ -55,7 +55,7 @@ from ..reasons import REVOKED
 from ..store.answers import Busy, Completed, Failed, Foreign, Mismatch, Stale
 from ..store.statements import describe, leave_out_values
 from ..wire.delivery import Delivery
-from ..wire.headers import DUE_HEADER, GENERATION_HEADER
+from ..wire.headers import DUE_HEADER
 from . import following, hooks, parking
 from .censored import hide_secrets
 from .control import ControlledTask, is_replacement
@@ -282,7 +282,7 @@ class IdempotentTask(ControlledTask[P, R_co]):
                 stale = PermanentError(
                     "published too long ago: its operation may have ended, and is not known any more", "stale"
                 )
-                return Raised(self._kept(delivery, int(delivery.headers.get(GENERATION_HEADER, 1)), stale))
+                return Raised(self._kept(delivery, delivery.generation, stale))
             case Busy():
                 return Raised(self._yield_to_holder(delivery))
 
@@ -295,7 +295,7 @@ class IdempotentTask(ControlledTask[P, R_co]):
         except Ignore as replaced:
             return Raised(replaced)
         except UnsupportedControl as error:
-            kept = self._kept(delivery, int(delivery.headers.get(GENERATION_HEADER, 1)), error)
+            kept = self._kept(delivery, delivery.generation, error)
             return Raised(kept) if is_replacement(result) else Returned(result)
         return Returned(result)
 

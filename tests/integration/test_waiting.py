@@ -21,7 +21,7 @@ from idempotency.application import close_runtime
 from idempotency.errors import Unanswered
 from idempotency.observe import metrics
 from idempotency.store import letters, outbox, statements
-from idempotency.wire.headers import ETA_HEADER, ORIGIN_HEADER, REVOKED_HEADER
+from idempotency.wire.headers import ETA_HEADER, GENERATION_HEADER, ORIGIN_HEADER, REVOKED_HEADER, WAITS_HEADER
 from idempotency.worker import waiting
 from idempotency.worker.waiting import Waiting
 from tests.faults.clocks import Clock, can_be_built
@@ -344,3 +344,17 @@ def test_what_is_revoked_ends_before_its_time(deliveries: Deliveries, engine: En
             text("SELECT count(*) FROM idempotency.outbox WHERE status = 'pending'")
         ).scalar_one()
     assert (tuple(record), waiting, entries("a")) == (("failed", "revoked"), 0, 0)
+
+
+@pytest.mark.parametrize("header", [GENERATION_HEADER, WAITS_HEADER])
+@pytest.mark.parametrize("given", ["x", 2**70, -1, None])
+def test_a_header_that_is_no_number_neither_keeps_a_slot_nor_rejects_its_message(
+    deliveries: Deliveries, engine: Engine, header: str, given: object
+) -> None:
+    later = (datetime.now(UTC) + timedelta(hours=1)).isoformat()
+    began = time.monotonic()
+    outcome = deliveries.deliver(app_module.deposit, "a", headers={header: given, ETA_HEADER: later})
+    assert outcome.state == "IGNORED"
+    assert time.monotonic() - began < waiting.PATIENCE / 10
+    with engine.connect() as connection:
+        assert connection.execute(text("SELECT generation FROM idempotency.outbox")).scalars().all() == [1]
