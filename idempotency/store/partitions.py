@@ -63,7 +63,10 @@ SELECT has_schema_privilege(n.oid, 'USAGE') FROM pg_namespace n, pg_class c
 WHERE n.nspname = %(schema)s AND c.oid = 'idempotency.records'::regclass AND c.relkind = 'p'
   AND has_table_privilege('idempotency.dead_letters'::regclass, 'DELETE')
 """
-_MAKE = f"SELECT {PARTITIONS}.make(%(name)s, %(begins)s, %(ends)s)"
+# These lock all records until their commit is over, so that waits for no standby. What is committed after it does, and comes after it
+# in the log; a standby that is promoted without it has it done again.
+_FOR_NO_STANDBY = "set_config('synchronous_commit', 'local', true)"
+_MAKE = f"SELECT {PARTITIONS}.make(%(name)s, %(begins)s, %(ends)s), {_FOR_NO_STANDBY}"
 _KEYS = f"""
 SELECT tenant, task, key FROM {PARTITIONS}.{{function}}(
     %(partition)s, %(service)s, make_interval(secs => %(horizon)s), %(most)s)
@@ -82,7 +85,7 @@ _NEWEST = """
 SELECT (SELECT coalesce(max(id), 0) FROM idempotency.outbox) AS row,
        (SELECT coalesce(max(id), 0) FROM idempotency.dead_letters) AS letter
 """
-_REMOVE = f"SELECT {PARTITIONS}.remove(%(partition)s, %(service)s, %(row)s, %(letter)s)"
+_REMOVE = f"SELECT {PARTITIONS}.remove(%(partition)s, %(service)s, %(row)s, %(letter)s), {_FOR_NO_STANDBY}"
 
 # As the purge deletes what is due, with its rows: for operations that are named.
 _DELETE = f"""
