@@ -54,17 +54,22 @@ def run_batch(
         for id, request, body, content_type, encoding in calls
     ]
     results: list[Traced | None] = []
-    budget = Budget(limit)
+    looked_at = time.monotonic()
+
+    def restart_those_from(place: int) -> None:
+        nonlocal looked_at
+        looked_at = _restart_longest_run(decoded, place, looked_at)
+
+    budget = Budget(limit, while_waiting=lambda: restart_those_from(len(results) + 1))
     for _, request, _ in decoded:
         request[BUDGET] = budget
     try:
         with suppress(SoftTimeLimitExceeded):
             if not is_stopping() and not _try_to_prepare(task, decoded, ends_at):
                 return [None] * len(calls)
-            looked_at = time.monotonic()
             for traced in _trace_each(trace, name, decoded, calls, ends_at):
                 results.append(traced)
-                looked_at = _restart_longest_run(decoded, len(results), looked_at)
+                restart_those_from(len(results))
     finally:
         prepared = [each for _, request, _ in decoded if (each := prepared_in(request)) is not None]
         try:

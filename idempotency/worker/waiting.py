@@ -55,6 +55,8 @@ class Budget:
     is_spent: bool = False
     # Seconds that some of them have waited in vain, all together.
     in_vain: float = 0.0
+    # Called again and again while one of them waits: the others wait for it.
+    while_waiting: Callable[[], None] = lambda: None
 
 
 class Waiting:
@@ -116,6 +118,7 @@ class Waiting:
         end = min(time.monotonic() + self._pause, self._until())
         while (left := end - time.monotonic()) > 0 and not is_stopping():
             time.sleep(min(left, GLANCE))
+            self._budget.while_waiting()
 
     def _log_once(self, error: BaseException) -> None:
         news = is_news(error)  # asked each time, so that a long outage stays one

@@ -6,7 +6,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,11 @@ from idempotency.attempt.policy import Policy
 from idempotency.attempt.runtime import Runtime
 from idempotency.upkeep import maintenance
 from idempotency.wire.delivery import Delivery
+from idempotency.wire.keys import OperationId, fingerprint
 from idempotency.worker import batch, waiting
 from idempotency.worker.batching import _Job
 from tests.support import batched, crashing
+from tests.support import operations as op
 from tests.support.batches import OTHER, Request, many, message, put, run, states
 from tests.support.processes import Processes, eventually
 from tests.support.tasks import make_task
@@ -67,36 +70,69 @@ def test_an_exit_that_comes_while_claims_are_given_back_leaves_none(
     assert states(engine) == {"e0": "completed"} | dict.fromkeys(("e1", "e2", "e3"), "released")
 
 
+@contextmanager
+def recovering(bank: Celery) -> Iterator[None]:
+    """As a relay does, again and again."""
+    stop = threading.Event()
+
+    def recover() -> None:
+        while not stop.wait(0.1):
+            maintenance.recover(bank)
+
+    thread = threading.Thread(target=recover)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
 @pytest.mark.parametrize("max_attempts", [1, 5])
 def test_what_waits_longer_than_max_run_is_not_counted(
     bank: Celery, engine: Engine, configure: Any, max_attempts: int
 ) -> None:
     configure(lease=1.0, heartbeat=0.25, max_run=2.0, retention_http=3600.0)
     entered: list[str] = []
-    stop = threading.Event()
 
     def body(self: IdempotentTask, account: str) -> None:
         entered.append(account)
         put(self, account)
         time.sleep(1.3)  # each of them is far below max_run
 
-    def relay() -> None:
-        while not stop.wait(0.1):
-            maintenance.recover(bank)
-
     task = make_task(bank, body, key="{account}", batch=10, max_attempts=max_attempts, batch_commit="each")
     messages = many(bank, task, 5)
-    thread = threading.Thread(target=relay)
-    thread.start()
-    try:
+    with recovering(bank):
         run(bank, task, *messages)
-    finally:
-        stop.set()
-        thread.join()
     with engine.connect() as connection:
         found = connection.execute(ROWS).all()
     assert [(row.status, row.attempts) for row in found] == [("completed", 1)] * 5
     assert entered == ["e0", "e1", "e2", "e3", "e4"]
+
+
+def test_what_waits_behind_one_that_cannot_be_claimed_is_not_counted(
+    bank: Celery, engine: Engine, configure: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    configure(lease=1.0, heartbeat=0.25, max_run=2.0, retention_http=3600.0)
+    monkeypatch.setattr(waiting, "PATIENCE", 5.0)
+
+    def body(self: IdempotentTask, account: str) -> None:
+        put(self, account)
+
+    task = make_task(bank, body, key="{account}", batch=10, max_attempts=1, batch_commit="each")
+    messages = many(bank, task, 3)
+    with engine.connect() as connection:
+        op.due(connection, OperationId("default", task.name, "e0"), fingerprint=fingerprint({"account": "e0"}))
+        connection.exec_driver_sql("""
+            CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN RAISE 'not this one'; END $$;
+            CREATE TRIGGER refuse BEFORE UPDATE ON idempotency.records FOR EACH ROW
+            WHEN (NEW.key = 'e0' AND NEW.status = 'started') EXECUTE FUNCTION refuse()
+        """)
+    with recovering(bank):
+        run(bank, task, *messages)
+    with engine.connect() as connection:
+        found = connection.execute(ROWS).all()
+    assert [tuple(row) for row in found] == [("e0", "released", 1), ("e1", "completed", 1), ("e2", "completed", 1)]
 
 
 def test_a_key_that_another_transaction_inserts_holds_the_others_up_for_a_lease(
