@@ -19,15 +19,15 @@ PAGE = 5000
 _PATIENCE = "SET LOCAL lock_timeout = '5s'"
 
 # For each table: its primary key with the types, and its column. In this order; the events of sagas before those that look for
-# them under the new name.
+# them under the new name, and lanes after their rows, by which a relay of the new name would call them by the old one again.
 TABLES = {
     "saga_events": ({"id": "bigint"}, "service"),
     "records": ({"tenant": "text", "task": "text", "key": "text"}, "service"),
     "dead_letters": ({"id": "bigint"}, "consumer_service"),
     "webhook_endpoints": ({"id": "text"}, "service"),
     "webhook_deliveries": ({"id": "text"}, "service"),
-    "lanes": ({"task": "text", "ordering_key": "text"}, "service"),
     "outbox": ({"id": "bigint"}, "service"),
+    "lanes": ({"task": "text", "ordering_key": "text"}, "service"),
     "sagas": ({"id": "uuid"}, "service"),
     # where streams are: they go on from there under the new name, under which the keys of what they have handled are known
     "stream_positions": ({"id": "bigint"}, "service"),

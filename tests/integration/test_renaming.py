@@ -36,7 +36,7 @@ from tests.support.dead_messages import publish as publish_message
 from tests.support.deliveries import Deliveries
 from tests.support.operators import ANN
 from tests.support.processes import eventually
-from tests.support.tasks import transactional
+from tests.support.tasks import enqueued, transactional
 
 
 @pytest.fixture(autouse=True)
@@ -256,3 +256,22 @@ def test_a_name_is_not_given_up_while_others_have_forwarded_dead_messages_to_it(
             assert [letter.consumer_service for letter in op.dead_letters(connection)] == ["ledger"]
         finally:
             channel.queue_delete(queue)
+
+
+def test_a_relay_of_the_new_name_that_runs_meanwhile_leaves_no_lane_behind(
+    bank: Celery, connection: Connection, engine: Engine
+) -> None:
+    enqueued(connection, b.deposit, "a", ordering_key="k")
+    rename(bank, "ledger")
+    published = 0
+    with closing(Relay(bank)) as relay:
+        for table in renaming.TABLES:
+            with engine.execution_options(isolation_level="READ COMMITTED").begin() as own:
+                renaming.rename(own, table, "bank", "ledger", after=None)
+            published += relay.run_once().published
+        connection.execute(
+            text("UPDATE idempotency.lanes SET relayed_until = NULL")
+        )  # as a reservation is over after a while
+        published += relay.run_once().published
+    assert published == 1
+    assert connection.execute(text("SELECT count(*) FROM idempotency.lanes")).scalar_one() == 0
