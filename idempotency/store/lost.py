@@ -31,14 +31,12 @@ BATCHES = 10
 # The longest pause between two resends of a row, in seconds. RabbitMQ leaves a delivery unacknowledged for 30 minutes at
 # most, so after this a row is lost even if some consumer does not report what it holds.
 RESEND_CAP = 3600.0
-# Seconds for which a pass settles: the relay waits for it, and as much as ends in the time between two has to be settled in one.
-SETTLING = 2.0
+SETTLING = 2.0  # seconds of a pass, for which the relay waits, too: all that ends between two passes has to be settled in one
 # How far a pass goes back before the last settled end, in seconds, since some ends commit later than their time says.
 # Any that are still missed are found when their message has left its queue.
 OVERLAP = 10.0
 
 # Below, `r` is an outbox row and `p` the record of its operation.
-
 # Fingerprints by different rules cannot be compared without the arguments; the worker that gets the message does it.
 _OTHER_RULE = "split_part(p.fingerprint, ':', 1) <> split_part(r.fingerprint, ':', 1)"
 _ITS_RECORD = "(p.tenant, p.task, p.key) = (r.tenant, r.task, r.key)"
@@ -47,8 +45,7 @@ _ENDED = f"""p.status IN ('completed', 'failed') AND NOT {_FOREIGN}
       AND (p.fingerprint = r.fingerprint OR {_OTHER_RULE})"""
 _REFUSED = f"({_FOREIGN} OR p.fingerprint <> r.fingerprint AND NOT {_OTHER_RULE})"
 
-# A row is settled by an ended record with the same fingerprint; the end of another request means nothing for it. Any
-# application may note that: it is a fact about the two rows.
+# A row is settled by an ended record with the same fingerprint, and not by another request's. Any application may note that.
 _SETTLES = f"idempotency.outbox r ON {_ITS_RECORD} WHERE r.status = 'published' AND {unsettled('r')} AND {_ENDED}"
 SETTLE = Sweep(
     "settle",
@@ -93,9 +90,9 @@ WHERE (queue = ANY(%(queues)s) OR service = %(service)s)
   AND published_at < clock_timestamp() - make_interval(secs => %(after)s)
 """
 
-# A `taken` row is covered by a started record with a message, a newer row of its operation, unless that is another call that was
-# enqueued for later, or its own dead letter. It is not examined again unless a discard returns it. (A marker's `taken_at` is unrelated.) A started record is left to recover; a released
-# operation that is due has its next delivery in the newest row of its newest generation.
+# A `taken` row is covered by a started record with a message, a newer row of its operation, unless that is a call for later, or
+# its own dead letter. It is not examined again unless a discard returns it. (A marker's `taken_at` is unrelated.) A started
+# record is left to recover; a released operation that is due has its next delivery in the newest row of its newest generation.
 JUDGE = Sweep(
     "resend",
     table="outbox",
