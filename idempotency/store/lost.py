@@ -31,7 +31,7 @@ BATCHES = 10
 # The longest pause between two resends of a row, in seconds. RabbitMQ leaves a delivery unacknowledged for 30 minutes at
 # most, so after this a row is lost even if some consumer does not report what it holds.
 RESEND_CAP = 3600.0
-SETTLING = 2.0  # seconds of a pass, for which the relay waits, too: all that ends between two passes has to be settled in one
+SETTLING = 2.0  # seconds of a pass, in which all that ends between two passes has to be settled; the relay waits
 # How far a pass goes back before the last settled end, in seconds, since some ends commit later than their time says.
 # Any that are still missed are found when their message has left its queue.
 OVERLAP = 10.0
