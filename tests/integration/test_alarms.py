@@ -72,7 +72,7 @@ def enqueue(
     if is_published:
         connection.execute(text("UPDATE idempotency.outbox SET status = 'published', published_at = clock_timestamp()"))
     change = "UPDATE idempotency.outbox SET {0} = {0} - make_interval(secs => :ago)"
-    for column in ("available_at", "created_at"):
+    for column in ("available_at", "created_at") if seconds_ago else ():  # a relay may be changing these rows, too
         connection.execute(text(change.format(column)), {"ago": seconds_ago})
 
 

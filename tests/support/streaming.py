@@ -173,7 +173,8 @@ class StreamProcess:
 
     def kill(self) -> None:
         if not self.has_ended:
-            self.signal(signal.SIGKILL)
+            with suppress(ProcessLookupError):  # it has just killed itself, which its parent has not been told yet
+                self.signal(signal.SIGKILL)
         self._process.join(10)
 
     def end(self, timeout: float = 15.0) -> int | None:
