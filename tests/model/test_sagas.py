@@ -11,6 +11,7 @@ from hypothesis.stateful import run_state_machine_as_test
 from sqlalchemy import Engine
 
 from idempotency.store import saga_steps, sagas
+from idempotency.store.record import RUNS
 from tests.controls.safeguards import Removal
 from tests.model.sagas import SAGAS, Sagas
 from tests.model.test_state_machine import EXAMPLES, programs
@@ -80,7 +81,7 @@ SAFEGUARDS: dict[str, tuple[Program, Any, str, str]] = {
     "one reason to undo": (
         [attempt, cancelled, lambda m: m.give_up(0)],
         sagas,
-        " AND status = 'RUNNING' RETURNING id",
+        f" AND {RUNS} RETURNING id",
         " RETURNING id",
     ),
     "no success once it is cancelled": ([attempt, cancelled, lambda m: m.go_on(0)], sagas, " AND status = %(was)s", ""),

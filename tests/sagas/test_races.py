@@ -22,6 +22,7 @@ from idempotency.operate import saga as operate
 from idempotency.operate.replay import replay
 from idempotency.sagas import call, saga
 from idempotency.store import dead_letters, letters, saga_steps, sagas
+from idempotency.store.record import RUNS, is_open
 from tests.controls.safeguards import Removal, fence
 from tests.sagas.application import enter
 from tests.sagas.conftest import Stage
@@ -432,7 +433,7 @@ RACES: tuple[tuple[Any, Sequence[tuple[Any, str, str]]], ...] = (
     (cancel_or_finish, [(sagas, " AND status = %(was)s", "")]),
     (cancel_or_finish, [(saga_steps, " AND status = %(status)s FOR SHARE", " FOR SHARE")]),
     (cancel_and_wait, [(sagas, "SELECT idempotency.resume_saga(cancelled)", "SELECT 1")]),
-    (cancel_or_failure, [(sagas, " AND status = 'RUNNING' RETURNING id", " RETURNING id")]),
+    (cancel_or_failure, [(sagas, f" AND {RUNS} RETURNING id", " RETURNING id")]),
     (
         cancel_and_undo,
         [
@@ -448,7 +449,7 @@ RACES: tuple[tuple[Any, Sequence[tuple[Any, str, str]]], ...] = (
     (
         two_retries,
         [
-            (dead_letters, "WHERE id = %(id)s AND status = 'open'", "WHERE id = %(id)s"),
+            (dead_letters, f"WHERE id = %(id)s AND {is_open()}", "WHERE id = %(id)s"),
             (dead_letters, "AND status = 'failed' AND generation = %(generation)s", ""),
         ],
     ),
