@@ -50,13 +50,15 @@ def is_open(letter: str = "dead_letters") -> str:
     return f"{letter}.status NOT IN ('replayed', 'discarded')"
 
 
+# So it is with a saga that runs, which is found by its operation or its id.
+RUNS = "status NOT IN ('COMPENSATING', 'COMPLETED', 'FAILED')"
+
+
 def is_scheduled(row: str) -> str:
     """SQL: this row of the outbox is a call that is enqueued for a later time. It is not how an earlier call comes back."""
     return f"({row}.origin = 'enqueue' AND {row}.status = 'pending' AND {row}.available_at > clock_timestamp())"
 
 
-# So it is with a saga that runs, which is found by its operation or its id.
-RUNS = "status NOT IN ('COMPENSATING', 'COMPLETED', 'FAILED')"
 # Whether anything is: a record, or a message that is not settled.
 KNOWN = f"""(EXISTS (SELECT FROM idempotency.records WHERE {ROW})
     OR EXISTS (SELECT FROM idempotency.outbox WHERE {ROW} AND {unsettled()}))"""

@@ -45,7 +45,7 @@ class Delivery:
         return self.number(GENERATION_HEADER, 1)
 
     def number(self, header: str, default: int) -> int:
-        """A header of its message; the default if that is no number that Postgres takes, as whoever may publish can write."""
+        """A header of its message as a number; `default` if it is none that Postgres takes: anyone who may publish writes it."""
         given = self.headers.get(header)
         return given if type(given) is int and 0 <= given < 2**31 else default
 

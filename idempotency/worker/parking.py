@@ -25,8 +25,8 @@ from .waiting import is_stopping
 
 # Seconds in the outbox for a delivery that got no answer although Postgres accepts it there: a person must repair that.
 PUT_BACK = 60.0
-# A duplicate comes back no more often than this, for more than a century.
-LONGEST = 32
+# A duplicate comes back no more often than this, which takes 68 years; a message may claim any number.
+MOST_WAITS = 32
 # Seconds to wait for the confirm of a copy; the hard time limit may be near.
 CONFIRM_TIMEOUT = 5.0
 
@@ -61,7 +61,7 @@ def park_under_its_key(connection: Connection, delivery: Delivery, settings: Set
 def park_until_held_no_more(connection: Connection, delivery: Delivery, settings: Settings) -> None:
     """Let a duplicate come back for the result after 0.5, 1, 2, … seconds, for about `wait` seconds in all."""
     waits = delivery.number(WAITS_HEADER, 0)
-    if waits < LONGEST and 0.5 * (2**waits - 1) < settings.wait:
+    if waits < MOST_WAITS and 0.5 * (2**waits - 1) < settings.wait:
         message = Message.from_text(delivery.message)
         message.headers[WAITS_HEADER] = waits + 1
         _park(connection, delivery, message, settings.service, countdown=0.5 * 2**waits)

@@ -1,4 +1,4 @@
-"""While no standby confirms, the upkeep of partitions keeps nobody from reading a record."""
+"""While no standby confirms, the upkeep of partitions stops nobody from reading a record."""
 
 from __future__ import annotations
 

@@ -346,15 +346,25 @@ def test_what_is_revoked_ends_before_its_time(deliveries: Deliveries, engine: En
     assert (tuple(record), waiting, entries("a")) == (("failed", "revoked"), 0, 0)
 
 
-@pytest.mark.parametrize("header", [GENERATION_HEADER, WAITS_HEADER])
 @pytest.mark.parametrize("given", ["x", 2**70, -1, None])
-def test_a_header_that_is_no_number_neither_keeps_a_slot_nor_rejects_its_message(
-    deliveries: Deliveries, engine: Engine, header: str, given: object
+def test_a_generation_that_is_no_number_neither_keeps_a_slot_nor_rejects_its_message(
+    deliveries: Deliveries, engine: Engine, given: object
 ) -> None:
     later = (datetime.now(UTC) + timedelta(hours=1)).isoformat()
     began = time.monotonic()
-    outcome = deliveries.deliver(app_module.deposit, "a", headers={header: given, ETA_HEADER: later})
+    outcome = deliveries.deliver(app_module.deposit, "a", headers={GENERATION_HEADER: given, ETA_HEADER: later})
     assert outcome.state == "IGNORED"
     assert time.monotonic() - began < waiting.PATIENCE / 10
     with engine.connect() as connection:
         assert connection.execute(text("SELECT generation FROM idempotency.outbox")).scalars().all() == [1]
+
+
+@pytest.mark.parametrize(("given", "parked"), [("x", 1), (2**70, 1), (-1, 1), (None, 1), (2**31 - 1, 0)])
+def test_a_number_of_waits_that_none_can_have_neither_keeps_a_slot_nor_rejects_its_message(
+    deliveries: Deliveries, engine: Engine, given: object, parked: int
+) -> None:
+    deliveries.deliver(app_module.waited_deposit, "a")
+    with engine.connect() as connection:
+        connection.execute(text(HELD))
+        assert deliveries.deliver(app_module.waited_deposit, "a", headers={WAITS_HEADER: given}).state == "IGNORED"
+        assert connection.execute(text("SELECT count(*) FROM idempotency.outbox")).scalar_one() == parked
