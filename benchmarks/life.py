@@ -188,7 +188,7 @@ def _accept(connection: Connection, ids: Sequence[OperationId], message: str, *,
 
 def _relay(connection: Connection, unpublishable: Set[str] = frozenset()) -> None:
     while rows := connection.exec_driver_sql(
-        outbox._RESERVE_ROWS, {"batch": WAVE, "seconds": 30.0, "service": SERVICE}
+        outbox._RESERVE_ROWS, {"batch": WAVE, "seconds": 30.0, "service": SERVICE, "silent": []}
     ).all():
         ids = [row.message_id for row in rows]
         keys = connection.execute(

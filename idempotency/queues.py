@@ -76,12 +76,14 @@ class QuorumQueue(Queue):
 
 def _accepts(channel: Channel, name: str, **options: Any) -> bool:
     """Whether the broker accepts this declaration. On another channel, since a refusal closes it."""
-    with channel.connection.channel() as asking:
-        try:
-            asking.queue_declare(queue=name, durable=True, auto_delete=False, **options)
-        except (AccessRefused, NotFound, PreconditionFailed):
-            return False
-    return True
+    asking = channel.connection.channel()
+    try:
+        asking.queue_declare(queue=name, durable=True, auto_delete=False, **options)
+        accepts = True
+    except (AccessRefused, NotFound, PreconditionFailed):
+        accepts = False
+    asking.close()  # not after a time-out: a channel that waits for a queue does not close either
+    return accepts
 
 
 def quorum_queue(

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import ClassVar
 from urllib.parse import quote
 
-from services import packages
 from services.rabbitmq import USER, RabbitMQ, epmd_command
 from services.server import READY_SECONDS, Server, ServiceError
 
@@ -102,22 +101,6 @@ class RabbitMQNode(RabbitMQ):
     @property
     def _holds_ports(self) -> bool:
         return self.running
-
-    def control(self, *arguments: str, program: str = "rabbitmqctl") -> str:
-        """Run one of RabbitMQ's command-line programs against this node. Raises `ServiceError` if it fails."""
-        start = packages.rabbitmq_program()
-        assert start is not None
-        done = subprocess.run(
-            [start.with_name(program), "--node", self.node_name, *arguments],
-            env=self._environment(),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
-        if done.returncode != 0:
-            raise ServiceError(f"{program} {arguments[0]} failed: {(done.stderr or done.stdout).strip()[-300:]}")
-        return done.stdout
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ import json
 import os
 import secrets
 import shutil
+import subprocess
 import urllib.parse
 from collections.abc import Sequence
 from pathlib import Path
@@ -129,6 +130,22 @@ class RabbitMQ(Server):
             cookie.write_text(self._cookie)
             cookie.chmod(0o400)
         return [program]
+
+    def control(self, *arguments: str, program: str = "rabbitmqctl") -> str:
+        """Run one of RabbitMQ's command-line programs against this node. Raises `ServiceError` if it fails."""
+        start = packages.rabbitmq_program()
+        assert start is not None
+        done = subprocess.run(
+            [start.with_name(program), "--node", self.node_name, *arguments],
+            env=self._environment(),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        if done.returncode != 0:
+            raise ServiceError(f"{program} {arguments[0]} failed: {(done.stderr or done.stdout).strip()[-300:]}")
+        return done.stdout
 
     def _environment(self) -> dict[str, str]:
         directory = self.directory

@@ -31,17 +31,28 @@ class Published:
 
     confirmed: list[str] = field(default_factory=list)
     refused: dict[str, Refusal] = field(default_factory=dict)
-    # of messages that have an order; nothing is sent behind the first refusal in a lane
+    # of those that their queue did not confirm, or that were not sent because it is left alone: its name
+    silent: dict[str, str] = field(default_factory=dict)
+    # of messages that have an order; nothing is sent behind the first in a lane that is refused or held back
     lanes: dict[str, Lane] = field(default_factory=dict)
     stopped: set[Lane] = field(default_factory=set)
 
     def refuse(self, id: str, refusal: Refusal) -> None:
         self.refused[id] = refusal
+        self.stop_behind(id)
+
+    def hold(self, id: str, queue: str) -> None:
+        """It stays open, because its queue is silent."""
+        self.silent[id] = queue
+        self.stop_behind(id)
+
+    def stop_behind(self, id: str) -> None:
+        """Send nothing more of its lane."""
         if (lane := self.lanes.get(id)) is not None:
             self.stopped.add(lane)
 
     def waits(self, id: str) -> bool:
-        """Whether an earlier message of its lane was refused."""
+        """Whether an earlier message of its lane was refused or held back."""
         return self.lanes.get(id) in self.stopped
 
     def open(self, batch: Iterable[tuple[str, Message]]) -> list[tuple[str, Message]]:

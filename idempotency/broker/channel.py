@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from ..observe.logs import log
 from ..observe.unreachable import reason
 from ..queues import QuorumQueue, dead_letter_queues
 from ..tls import amqp_options
+from .silence import SilentQueues
 
 # What a broker that is away, or refuses, raises; a socket's time-out is an OSError.
 BROKER_ERRORS = (AMQPError, KombuError, OSError)
@@ -49,6 +50,7 @@ class BrokerChannel:
         self._broker: BrokerConnection | None = None
         self._channel: Any = None
         self._confirms = False
+        self.silent = SilentQueues()
 
     def is_fifo(self) -> bool:
         """Whether queues are first in, first out: over AMQP they are. Raises `BrokerUnavailable`."""
@@ -57,10 +59,11 @@ class BrokerChannel:
             return self._confirms
 
     def in_queue(self, queue: str) -> InQueue | None:
-        """What is in a queue now; None if the broker cannot say. Raises `BrokerUnavailable`."""
+        """What is in a queue now; None if the broker cannot say. Raises `BrokerUnavailable`, also if only the queue is silent."""
         with self._asking() as channel:
             try:
-                return from_leader(channel, queue) if self._confirms else _counted(channel, queue)
+                with self.silent.noting(queue):
+                    return from_leader(channel, queue) if self._confirms else _counted(channel, queue)
             except NotFound:
                 return InQueue(0, 0)
             except ChannelError as error:
@@ -114,24 +117,18 @@ class BrokerChannel:
         with self._closing_on_errors():
             self._connect()
             assert self._broker is not None
-            with self._broker.channel() as channel:
-                yield channel
-
-    def _bound(self, broker: BrokerConnection) -> None:
-        options = {**self._app.conf.broker_transport_options}
-        if broker.transport.driver_type == "amqp":
-            # we count confirms ourselves; and a socket that takes nothing for this long belongs to a dead broker
-            options |= {"confirm_publish": False, "read_timeout": self._timeout, "write_timeout": self._timeout}
-        broker.transport_options = options
+            channel = self._broker.channel()
+            yield channel
+            channel.close()  # not after an error: to close a channel that waits for a queue takes another time-out
 
     def _connect(self) -> Any:
         """The channel; if there is none, connect and declare the application's queues."""
         if self._channel is not None:
             return self._channel
-        self._broker = connect(self._app.connection_for_write, self._bound, connect_timeout=5)
+        self._broker = connect(self._app.connection_for_write, bounded(self._app, self._timeout), connect_timeout=5)
         self._confirms = self._broker.transport.driver_type == "amqp"
         queues = list(self._app.amqp.queues.values())
-        self._channel = declare_queues(self._broker, [*dead_letter_queues(queues), *queues])
+        self._channel = declare_queues(self._broker, [*dead_letter_queues(queues), *queues], self.silent)
         return self._channel
 
 
@@ -142,6 +139,19 @@ def brokers(make: Callable[..., BrokerConnection]) -> list[Any]:
     """
     with make() as whole:
         return list(dict.fromkeys(whole.alt)) or [None]
+
+
+def bounded(app: Celery, timeout: float) -> Callable[[BrokerConnection], None]:
+    """What prepares a connection whose socket counts as broken once it has taken or given nothing for so many seconds."""
+
+    def prepare(broker: BrokerConnection) -> None:
+        options = {**app.conf.broker_transport_options}
+        if broker.transport.driver_type == "amqp":
+            # and we count confirms ourselves
+            options |= {"confirm_publish": False, "read_timeout": timeout, "write_timeout": timeout}
+        broker.transport_options = options
+
+    return prepare
 
 
 def connect(
@@ -182,12 +192,18 @@ def verifying(connection: BrokerConnection) -> BrokerConnection:
     return connection
 
 
-def declare_queues(connection: BrokerConnection, queues: Iterable[Queue]) -> Any:
-    """Declare queues on a new channel, which is returned. One that others have declared, or otherwise, stays as it is."""
+def declare_queues(connection: BrokerConnection, queues: Iterable[Queue], silent: SilentQueues | None = None) -> Any:
+    """Declare queues on a new channel, which is returned. One that others have declared, or otherwise, stays as it is.
+
+    Those that are left alone as `silent` are left out, as will be one that does not answer now.
+    """
     channel = connection.channel()
     for queue in queues:
+        if silent is not None and silent.rest(queue.name):
+            continue
         try:
-            queue(channel).declare()
+            with nullcontext() if silent is None else silent.noting(queue.name):
+                queue(channel).declare()
         except (PreconditionFailed, AccessRefused, ResourceLocked) as error:
             # it exists, which is all that publishing and consuming need
             log.warning("queue_differs", queue=queue.name, error=type(error).__name__)
@@ -195,9 +211,14 @@ def declare_queues(connection: BrokerConnection, queues: Iterable[Queue]) -> Any
     return channel
 
 
-def points_to_shared(channel: Any, queues: Iterable[Queue]) -> bool:
+def points_to_shared(channel: Any, queues: Iterable[Queue], silent: SilentQueues) -> bool:
     """Whether the broker has one of these queues with the shared dead-letter queue of earlier versions."""
-    return any(isinstance(queue, QuorumQueue) and queue.points_to_shared(channel) for queue in queues)
+    for queue in queues:
+        if isinstance(queue, QuorumQueue) and not silent.rest(queue.name):
+            with silent.noting(queue.name):
+                if queue.points_to_shared(channel):
+                    return True
+    return False
 
 
 def forward(connection: BrokerConnection, message: BrokerMessage, queue: str) -> bool:

@@ -1,8 +1,9 @@
 """Publishing a batch, and saying exactly which of its messages the broker has confirmed.
 
-Confirms are pipelined: all messages of a batch are on their way before the first confirm is awaited. A channel lives
-only as long as nothing goes wrong on it: py-amqp does not match confirms to messages, so after any error a late
-confirm could be mistaken for another message's.
+Confirms are pipelined: all messages of a batch are on their way before the first confirm is awaited.
+
+A queue that confirms nothing is left alone for a while, if the broker takes a new connection. Then one message tries it, on a
+channel of its own: RabbitMQ carries out nothing more on a channel whose first message to a queue waits for that one's leader.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import struct
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -19,14 +21,17 @@ from billiard.exceptions import SoftTimeLimitExceeded
 from celery import Celery
 from pydantic import SecretStr
 
+from ..errors import BrokerUnavailable
 from ..observe.crash_points import crash_point
+from ..observe.logs import log
 from ..wire.fitness import first_unfit
-from ..wire.headers import COPIES, FINGERPRINT_HEADER, MARKER_HEADER, OUTBOX_HEADER, SIGNATURE_HEADER
+from ..wire.headers import COPIES, FINGERPRINT_HEADER, MARKER_HEADER, SIGNATURE_HEADER
 from ..wire.limits import beyond_limits
 from ..wire.message import Message
 from ..wire.signing import sign
-from .batch import REFUSAL_LIMIT, Published, Refusal
+from .batch import Published, Refusal
 from .channel import BROKER_ERRORS, BrokerChannel
+from .confirms import Confirms
 
 # Bytes of the headers' frame that are not headers: the frame's own, and nine properties of at most 256 each.
 _BESIDE_HEADERS = 4096
@@ -53,21 +58,17 @@ class Publisher(BrokerChannel):
         super().__init__(app, timeout=confirm_timeout)
         self._secrets = secrets
         self._first_published = first_published
-        # of the batch under way: the tags whose confirms are awaited, and what was sent back or nacked
-        self._tag = 0
-        self._awaited: dict[int, str] = {}
-        self._returned: dict[str, str] = {}
-        self._nacked: set[int] = set()
+        self._sending: Confirms | None = None
 
     def publish(self, batch: list[tuple[str, Message]], result: Published) -> None:
-        """Publish messages under their ids and note in `result` what is certain. Raises `BrokerUnavailable`."""
+        """Publish messages under their ids and note in `result` what is certain, and which queues are silent.
+
+        Raises `BrokerUnavailable`.
+        """
         with self._closing_on_errors():
             self._connect()  # outside the try: a refused login is no message's fault
             try:
                 self._pipelined(batch, result)
-                if self._nacked:
-                    # To a channel whose first message came while a queue had no leader, RabbitMQ 3.10 nacks every further one.
-                    self.close()
             except Exception as error:
                 if isinstance(error, _OF_NO_MESSAGE) and not isinstance(error, ChannelError):
                     raise
@@ -83,11 +84,14 @@ class Publisher(BrokerChannel):
             self._app, "celery.accumulate", (), {}, task_id=marker, headers={MARKER_HEADER: marker}, ignore_result=True
         )
         message = Message(task.headers, task.body, {"exchange": "", "routing_key": queue}, {"priority": priority})
-        self.publish([(marker, message.marked(origin="enqueue", outbox_id=marker))], Published())
+        result = Published()
+        self.publish([(marker, message.marked(origin="enqueue", outbox_id=marker))], result)
+        if result.silent:
+            raise BrokerUnavailable(f"queue {queue}: no confirm")
 
     def close(self) -> None:
         super().close()
-        self._tag = 0
+        self._sending = None
 
     def _one_by_one(self, batch: list[tuple[str, Message]], result: Published, error: Exception) -> None:
         """A message of this batch broke the channel. On its own, each shows whether it was the one."""
@@ -107,38 +111,95 @@ class Publisher(BrokerChannel):
                 result.refuse(id, missing[exchange])
 
     def _pipelined(self, batch: list[tuple[str, Message]], result: Published) -> None:
-        channel = self._connect()
-        sent: dict[int, str] = {}
-        self._awaited.clear()
-        self._returned.clear()
-        self._nacked.clear()
+        trials, others = self._trials(batch, result) if self.silent else ([], batch)
+        main = self._confirming()
+        tries: dict[str, Confirms] = {}
+        main.begin()
         try:
-            for id, message in batch:
-                if not result.waits(id) and (refusal := self._send(channel, id, message, sent)) is not None:
+            for id, message in others:
+                if not result.waits(id) and (refusal := self._send(main, id, message)) is not None:
+                    result.refuse(id, refusal)
+            for queue, id, message in trials:
+                assert self._broker is not None
+                tries[queue] = Confirms(self._broker.channel(), are_given=True)
+                if (refusal := self._send(tries[queue], id, message)) is not None:
                     result.refuse(id, refusal)
             crash_point("relay.published")
-            self._await_confirms()
+            self._await_confirms(main, tries)
         finally:
-            self._note(sent, result)
+            for each in (main, *tries.values()):
+                each.note(result)
+        self._conclude(batch, result, main, tries)
 
-    def _send(self, channel: Any, id: str, message: Message, sent: dict[int, str]) -> Refusal | None:
-        """Send one message and note its tag. Returns why it cannot be sent, with the channel as it was."""
+    def _trials(
+        self, batch: list[tuple[str, Message]], result: Published
+    ) -> tuple[list[tuple[str, str, Message]], list[tuple[str, Message]]]:
+        """Returns the messages that try a silent queue, with its name, and those for queues that answer.
+
+        The others are held back, also those of a lane behind one of the first two.
+        """
+        trials: dict[str, tuple[str, str, Message]] = {}
+        others: list[tuple[str, Message]] = []
+        lanes = set()
+        for id, message in batch:
+            lane = result.lanes.get(id)
+            try:
+                queue = message.queue(self._app)
+            except Exception:
+                queue = ""  # sending it says why
+            if queue not in self.silent:
+                if not result.waits(id):
+                    others.append((id, message))
+                    lanes.add(lane)
+                continue
+            is_next = lane is None or not (lane in lanes or result.waits(id))
+            if queue not in trials and is_next and not self.silent.rest(queue):
+                trials[queue] = queue, id, message
+                result.stop_behind(id)
+            else:
+                result.hold(id, queue)
+        return list(trials.values()), others
+
+    def _conclude(
+        self, batch: list[tuple[str, Message]], result: Published, main: Confirms, tries: dict[str, Confirms]
+    ) -> None:
+        """Which queues answer and which do not, once the confirms of a batch have been awaited."""
+        for queue, one in tries.items():
+            if not one.awaited:
+                self.silent.answered(queue)
+                one.channel.close()
+        unconfirmed = main.awaited.union(*(one.awaited for one in tries.values()))
+        if unconfirmed:
+            self._leave_alone({id: message.queue(self._app) for id, message in batch if id in unconfirmed}, result)
+        elif main.has_nacked:
+            # To a channel whose first message came while a queue had no leader, RabbitMQ 3.10 nacks every further one.
+            self.close()
+
+    def _leave_alone(self, unconfirmed: dict[str, str], result: Published) -> None:
+        """Nothing was heard of these. The broker is there if it takes a new connection; then it is their queues."""
+        pauses = {queue: self.silent.note(queue) for queue in dict.fromkeys(unconfirmed.values())}
+        self.close()
+        self._connect()
+        for id, queue in unconfirmed.items():
+            result.hold(id, queue)
+        for queue, pause in pauses.items():
+            log.warning("queue_silent", queue=queue, retry_seconds=pause)
+
+    def _send(self, over: Confirms, id: str, message: Message) -> Refusal | None:
+        """Send one message. Returns why it cannot be sent, with the channel as it was."""
         try:
-            prepared, options = self._put_together(channel, message)
+            prepared, options = self._put_together(over.channel, message)
         except SoftTimeLimitExceeded:
             raise
         except Exception as error:
             # a KeyError: a queue that this application does not have, though another deployment of it may
             return Refusal.by(error, own=not isinstance(error, KeyError))
         try:
-            channel.basic_publish(prepared, **options)
+            over.channel.basic_publish(prepared, **options)
         except _NOT_ENCODED as error:
             # py-amqp encodes a message before it writes the first byte of it
             return Refusal.by(error, own=True)
-        self._tag += 1
-        sent[self._tag] = id
-        if self._confirms:
-            self._awaited[self._tag] = id  # its confirm may come while the next message is sent
+        over.sent(id)
         return None
 
     def _put_together(self, channel: Any, message: Message) -> tuple[Any, dict[str, Any]]:
@@ -185,47 +246,20 @@ class Publisher(BrokerChannel):
         if len(repr(message.headers)) > limit // 4 and (size := len(amqp_dumps("F", [message.headers]))) > limit:
             raise ValueError(f"headers: at most {limit} bytes, got {size}")
 
-    def _await_confirms(self) -> None:
-        deadline = time.monotonic() + self._timeout
-        assert self._broker is not None
-        while self._awaited:
-            if (left := deadline - time.monotonic()) <= 0:
-                raise TimeoutError("no confirm")
-            self._broker.drain_events(timeout=left)
+    def _await_confirms(self, main: Confirms, tries: dict[str, Confirms]) -> None:
+        """Wait until all are confirmed, at most `confirm_timeout`, and less where only silent queues are left."""
+        began, usual = time.monotonic(), self._timeout
+        while waiting := [
+            *([usual] if main.awaited else []),
+            *(self.silent.patience(queue, usual) for queue, one in tries.items() if one.awaited),
+        ]:
+            if (left := began + max(waiting) - time.monotonic()) <= 0:
+                return
+            assert self._broker is not None
+            with suppress(TimeoutError):
+                self._broker.drain_events(timeout=left)
 
-    def _note(self, sent: dict[int, str], result: Published) -> None:
-        for tag, id in sent.items():
-            if tag in self._awaited or id in result.refused:
-                continue
-            if id in self._returned:
-                result.refuse(id, Refusal(self._returned[id], own=False))
-            elif tag in self._nacked:
-                result.refuse(id, Refusal("nacked by the broker", own=False))
-            else:
-                result.confirmed.append(id)
-
-    def _connect(self) -> Any:
-        if self._channel is not None:
-            return self._channel
-        channel = super()._connect()
-        if self._confirms:
-            self._tag = 0
-            channel.confirm_select()
-            channel.events["basic_ack"].add(self._on_ack)
-            channel.events["basic_nack"].add(self._on_nack)
-            channel.events["basic_return"].add(self._on_return)
-        return channel
-
-    def _on_ack(self, tag: int, multiple: bool) -> None:
-        for each in [each for each in self._awaited if each <= tag] if multiple else [tag]:
-            self._awaited.pop(each, None)
-
-    def _on_nack(self, tag: int, multiple: bool) -> None:
-        for each in [each for each in self._awaited if each <= tag] if multiple else [tag]:
-            if self._awaited.pop(each, None) is not None:
-                self._nacked.add(each)
-
-    def _on_return(self, error: Exception, exchange: str, routing_key: str, message: Any) -> None:
-        # an unroutable message comes back before its confirm
-        id = message.properties["application_headers"][OUTBOX_HEADER]
-        self._returned[id] = f"{error}"[:REFUSAL_LIMIT]
+    def _confirming(self) -> Confirms:
+        if self._sending is None:
+            self._sending = Confirms(self._connect(), are_given=self._confirms)
+        return self._sending

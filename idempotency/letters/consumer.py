@@ -29,14 +29,15 @@ from sqlalchemy.exc import OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from ..application import runtime_of
-from ..broker.channel import BROKER_ERRORS, connect, declare_queues, forward, points_to_shared
+from ..broker.channel import BROKER_ERRORS, bounded, connect, declare_queues, forward, points_to_shared
+from ..broker.silence import SilentQueues
 from ..errors import SettingsError
 from ..observe.crash_points import crash_point
 from ..observe.logs import log
 from ..observe.outages import Pauses
 from ..observe.unreachable import reason
 from ..queues import SHARED_DEAD_LETTERS, dead_letter_queue, dead_letter_queues, forwarded_dead_letters
-from ..store.statements import describe, is_news
+from ..store.statements import confirm, describe, is_news
 from ..wire.arriving import bound_what_arrives
 from .ending import LETTER_TRIES
 from .owner import is_left_to_others, owner_of
@@ -46,6 +47,8 @@ from .storing import LOCK_PATIENCE, store, store_unhandled
 POLL = 1.0
 # Messages per pass.
 BATCH = 200
+# Seconds after which a broker, or one of its queues, that answers nothing counts as silent.
+TIMEOUT = 10.0
 # Seconds after which a pass starts no further letter, so that the loop gives its sign of life and sees `stop`. Retried
 # letters get half of it; each pass handles at least one retried and one new letter.
 PASS = 5.0
@@ -89,6 +92,7 @@ class DeadLetterConsumer:
         self._held: list[_Taken] = []
         # delivery tags
         self._parked: list[Any] = []
+        self._silent = SilentQueues()
         # names of the queues that it takes from
         self._queues: list[str] = []
         # digests of letters that an outage of Postgres interrupted: that try does not count
@@ -136,12 +140,15 @@ class DeadLetterConsumer:
             self._handle(again)
             if time.monotonic() - began >= PASS / 2:
                 break
-        queues = list(self._queues)
+        queues = [queue for queue in self._queues if not self._silent.rest(queue)]
         while queues and taken < limit and len(self._parked) < PARKED_LIMIT:
             if taken and time.monotonic() - began >= PASS:
                 break
             for queue in list(queues):  # in turns, so that a long queue does not delay the next one
-                if (raw := channel.basic_get(queue, no_ack=False)) is None:
+                with self._silent.noting(queue):  # the next pass goes on with the others
+                    raw = channel.basic_get(queue, no_ack=False)
+                self._silent.answered(queue)
+                if raw is None:
                     queues.remove(queue)
                     continue
                 message = channel.message_to_python(raw)
@@ -155,6 +162,8 @@ class DeadLetterConsumer:
     def _handle(self, taken: _Taken) -> None:
         try:
             is_left = not self._forwarded_or_stored(taken)
+            with runtime_of(self._app).autocommit() as connection:
+                confirm(connection)  # that it was stored or needs no letter, which may only have been read
         except Exception as error:
             with runtime_of(self._app).autocommit() as connection:
                 connection.exec_driver_sql("SELECT 1")  # raises if Postgres is away: not the letter's fault
@@ -221,13 +230,13 @@ class DeadLetterConsumer:
 
     def _connect(self) -> Any:
         if self._channel is None:
-            self._broker = connect(self._app.connection_for_read, connect_timeout=5)
+            self._broker = connect(self._app.connection_for_read, bounded(self._app, TIMEOUT), connect_timeout=5)
             own, service = list(self._app.amqp.queues.values()), runtime_of(self._app).settings.service
             queues = [*dead_letter_queues(own), dead_letter_queue(forwarded_dead_letters(service))]
-            self._channel = declare_queues(self._broker, queues)
-            if points_to_shared(self._channel, own):
+            self._channel = declare_queues(self._broker, queues, self._silent)
+            if points_to_shared(self._channel, own, self._silent):
                 queues.append(dead_letter_queue(SHARED_DEAD_LETTERS))
-                self._channel = declare_queues(self._broker, queues[-1:])
+                self._channel = declare_queues(self._broker, queues[-1:], self._silent)
             self._queues = list(dict.fromkeys(queue.name for queue in queues))
         return self._channel
 

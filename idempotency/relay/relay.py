@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from itertools import groupby, takewhile
 from typing import Any
 
 import psycopg
 from celery import Celery
-from sqlalchemy import Row
+from sqlalchemy import Connection, Row
 from sqlalchemy.exc import OperationalError
 
 from ..application import runtime_of
@@ -32,6 +32,7 @@ from ..observe.logs import log
 from ..observe.outages import Pauses
 from ..observe.unreachable import reason
 from ..store import outbox
+from ..store.adoption import adopt
 from ..store.outbox import Lane
 from ..store.statements import is_news
 from ..wire.message import Message
@@ -106,8 +107,9 @@ class Relay:
         service = runtime.settings.service
         with runtime.autocommit() as connection:
             tasks = [task.name for task in idempotent_tasks(self._app)]
-            outbox.adopt(connection, service, tasks, self._app.amqp.queues)
-            rows = outbox.reserve_rows(connection, service, batch=self._batch, seconds=RESERVATION)
+            adopt(connection, service, tasks, self._app.amqp.queues)
+            silent = self.publisher.silent.left_alone()
+            rows = outbox.reserve_rows(connection, service, batch=self._batch, seconds=RESERVATION, silent=silent)
             ordered = outbox.reserve_lanes(connection, service, batch=self._batch, seconds=RESERVATION)
         lanes: list[Lane] = list(dict.fromkeys((row.task, row.ordering_key) for row in ordered))
         rows += _publishable(ordered)
@@ -157,11 +159,11 @@ class Relay:
         with runtime.autocommit() as connection:
             if result.confirmed:
                 # before they are marked: one that is published and has no queue's name is never missed
-                for queue, ids in self._by_queue(rows, result.confirmed).items():
-                    outbox.name_queue(connection, ids, queue)
+                self._name_queues(connection, rows, set(result.confirmed))
                 outbox.mark_published(connection, [sent[id] for id in result.confirmed])
                 metrics.published.inc(len(result.confirmed))
             if unanswered:
+                self._name_queues(connection, rows, result.silent)  # by which they are left out of the next batch
                 outbox.give_back(connection, unanswered)
             for id, refusal in result.refused.items():
                 row, attempts = sent[id], sent[id].attempts
@@ -177,17 +179,18 @@ class Relay:
                 log.error("publish_failed", outbox_id=id, error=refusal.error, retry_seconds=delay)
 
             outbox.refresh_lanes(connection, lanes)
+            for id, queue in result.silent.items():
+                if (lane := result.lanes.get(id)) is not None:
+                    outbox.leave_lane(connection, lane, seconds=self.publisher.silent.rest(queue))
 
-    def _by_queue(self, rows: list[Row[Any]], confirmed: list[str]) -> dict[str, list[str]]:
-        """The ids of confirmed rows without a queue's name, by the queue they went to."""
+    def _name_queues(self, connection: Connection, rows: list[Row[Any]], ids: Collection[str]) -> None:
+        """Give those of these rows that have no queue's name the name of the one they go to."""
         found: dict[str, list[str]] = {}
-        if any(not row.queue for row in rows):
-            published = set(confirmed)
-            for row in rows:
-                if not row.queue and row.message_id in published:
-                    queue = Message.from_text(row.message).queue(self._app)
-                    found.setdefault(queue, []).append(row.message_id)
-        return found
+        for row in rows:
+            if not row.queue and row.message_id in ids:
+                found.setdefault(Message.from_text(row.message).queue(self._app), []).append(row.message_id)
+        for queue, unnamed in found.items():
+            outbox.name_queue(connection, unnamed, queue)
 
     def _wait_for_rows(self, stop: threading.Event) -> None:
         """Wait for a NOTIFY or the poll interval. Writers notify only while a relay is marked as sleeping."""

@@ -25,7 +25,8 @@ from ..broker.publisher import Publisher
 from ..errors import BrokerUnavailable
 from ..observe import metrics
 from ..observe.logs import log
-from ..store import lost, markers, outbox, sweeps
+from ..store import lost, markers, sweeps
+from ..store.adoption import adopt
 from ..store.lost import BATCH
 from ..wire.message import Message
 from ..worker.task import idempotent_tasks
@@ -55,7 +56,7 @@ def resend_lost(
     runtime = runtime_of(app)
     with runtime.autocommit() as connection:
         tasks = [task.name for task in idempotent_tasks(app)]
-        outbox.adopt(connection, runtime.settings.service, tasks, app.amqp.queues)
+        adopt(connection, runtime.settings.service, tasks, app.amqp.queues)
         settled = lost.settle(connection)
         if depth is not None:
             return _resend_by_count(runtime, connection, depth, settled)
@@ -82,18 +83,25 @@ def _resend_fifo(app: Celery, runtime: Runtime, connection: Connection, publishe
     after = settings.resend_after
     settled = resent = 0
     for queue in lost.queues(connection, settings.service, app.amqp.queues, after=after):
+        if publisher.silent.rest(queue):
+            continue
         # before looking at the queue: if it is empty then, it holds nothing published up to here
         times = markers.cutoffs(connection, queue, after=after, grace=GRACE, classes=len(PRIORITIES))
-        waiting = publisher.in_queue(queue)
-        if waiting is None:
-            continue
-        left = times.marked if waiting.ready else times.before_grace
-        if left is not None:
-            found, ended = lost.judge(connection, queue, min(left, times.overdue), after, settings.service)
-            settled += ended
-            resent += _resend(runtime, _not_held(publisher, queue, waiting.consumers, found))
-        if waiting.ready and waiting.consumers:
-            _mark(connection, publisher, queue, times, pause=settings.sweep / 2)
+        try:
+            waiting = publisher.in_queue(queue)
+            if waiting is None:
+                continue
+            left = times.marked if waiting.ready else times.before_grace
+            if left is not None:
+                found, ended = lost.judge(connection, queue, min(left, times.overdue), after, settings.service)
+                settled += ended
+                resent += _resend(runtime, _not_held(publisher, queue, waiting.consumers, found))
+            if waiting.ready and waiting.consumers:
+                _mark(connection, publisher, queue, times, pause=settings.sweep / 2)
+        except BrokerUnavailable:
+            if not publisher.silent.rest(queue):
+                raise
+            # else the next queue shows whether it is the broker
     return settled, resent
 
 

@@ -7,7 +7,7 @@ Rows with the same tenant, task and ordering key form a lane. A failed row block
 its old place, or discards it.
 
 Several applications may share the table. Each row names its application, the `service`, and each relay publishes its
-own. Rows without a name, which code of schema 0011 still writes, are adopted by an application that knows their task.
+own. Rows without a name are adopted (`adoption.py`).
 """
 
 from __future__ import annotations
@@ -18,15 +18,13 @@ from typing import Any
 from uuid import uuid4
 
 from sqlalchemy import Connection, Row
-from sqlalchemy.exc import DBAPIError
 
 from ..reasons import UNPUBLISHABLE
 from ..wire.keys import OperationId
 from ..wire.message import Message
-from . import sweeps
 from .callers import Executes
 from .letters import insert_for_rows_sql
-from .sweeps import Sweep
+from .statements import IS_CONFIRMED
 
 # A row that the broker has refused this many times raises an alert; it is still retried. The index outbox_stuck contains
 # the same number.
@@ -57,32 +55,22 @@ _STILL_PENDING = "status NOT IN ('published', 'failed')"
 # If a crash of Postgres loses a reservation or a mark, its rows are published twice, which is harmless: do not wait for
 # the disk.
 _UNFLUSHED = "set_config('synchronous_commit', 'off', true)"
+# Not so a reservation where there is a synchronous standby. Its commit waits for all before it, too: after a crash, or where a wait was
+# cancelled, Postgres shows rows that no standby has, and what is published of them would outlive them in the next promotion.
+_CONFIRMED_OR_UNFLUSHED = """set_config('synchronous_commit', CASE WHEN current_setting('synchronous_standby_names') = '' THEN 'off'
+    ELSE current_setting('synchronous_commit') END, true)"""
 
-# The condition is that of the index outbox_unnamed, which is empty but for rows that older code has written.
-ADOPT = Sweep(
-    "adopt",
-    table="outbox",
-    columns="r.id",
-    due="""r.service IS NULL AND (r.status = 'pending' OR r.settled_at IS NULL) AND r.task = ANY(%(tasks)s)
-      AND (r.queue = '' OR r.queue = ANY(%(queues)s))""",
-    order="r.task",
-    one="r.id = %(id)s",
-    id="r.id::text",
-    then="""
-, adopted AS (
-    UPDATE idempotency.outbox o SET service = %(service)s FROM due WHERE o.id = due.id
-    RETURNING o.task, o.ordering_key
-), unnamed_lanes AS MATERIALIZED (
-    -- in the order in which all lanes are locked
-    SELECT l.task, l.ordering_key FROM idempotency.lanes l
-    WHERE l.service IS NULL AND (l.task, l.ordering_key) IN (SELECT task, ordering_key FROM adopted)
-    ORDER BY l.task COLLATE "C", l.ordering_key COLLATE "C" FOR UPDATE
-), named AS (
-    UPDATE idempotency.lanes l SET service = %(service)s
-    FROM unnamed_lanes u WHERE (l.task, l.ordering_key) = (u.task, u.ordering_key)
-)
-SELECT (SELECT count(*) FROM adopted)""",
-)
+# Another relay, or this one once the time is over, takes it again.
+_LEAVE_LANE = f"""
+UPDATE idempotency.lanes SET relayed_until = clock_timestamp() + make_interval(secs => %(seconds)s)
+WHERE (task, ordering_key) = (%(task)s, %(key)s) RETURNING {_UNFLUSHED}
+"""
+
+# Another relay, or this one once the time is over, takes it again.
+_LEAVE_LANE = f"""
+UPDATE idempotency.lanes SET relayed_until = clock_timestamp() + make_interval(secs => %(seconds)s)
+WHERE (task, ordering_key) = (%(task)s, %(key)s) RETURNING {_UNFLUSHED}
+"""
 
 # MATERIALIZED: otherwise the planner may run the locking subquery once per row and lock more than the batch.
 # (SELECT clock_timestamp()): a volatile condition would read the whole index, including delayed rows.
@@ -92,6 +80,7 @@ WITH due AS MATERIALIZED (
     SELECT id FROM idempotency.outbox
     WHERE status = 'pending' AND available_at <= (SELECT clock_timestamp()) AND ordering_key IS NULL
       AND service = %(service)s AND (relayed_until IS NULL OR relayed_until < clock_timestamp())
+      AND queue <> ALL(%(silent)s::text[])
     ORDER BY available_at, id LIMIT %(batch)s
     FOR UPDATE SKIP LOCKED
 )
@@ -99,7 +88,7 @@ UPDATE idempotency.outbox o
 SET relayed_until = clock_timestamp() + make_interval(secs => %(seconds)s)
 FROM due WHERE o.id = due.id
 RETURNING o.id, o.message_id, o.message, o.origin, o.generation, o.refusals, o.resends, o.attempts, o.queue,
-    NULL AS task, NULL AS ordering_key, {_UNFLUSHED}
+    NULL AS task, NULL AS ordering_key, {_CONFIRMED_OR_UNFLUSHED}
 """
 
 # Whole lanes are reserved, and their first rows returned, about one batch in total. A lane without rows gives NULLs.
@@ -114,7 +103,7 @@ WITH due AS MATERIALIZED (
     UPDATE idempotency.lanes l
     SET relayed_until = clock_timestamp() + make_interval(secs => %(seconds)s)
     FROM due WHERE (l.task, l.ordering_key) = (due.task, due.ordering_key)
-    RETURNING l.task, l.ordering_key, {_UNFLUSHED}
+    RETURNING l.task, l.ordering_key, {_CONFIRMED_OR_UNFLUSHED}
 )
 SELECT lane.task, lane.ordering_key, o.id, o.message_id, o.message, o.origin, o.generation, o.refusals, o.resends,
        o.attempts, o.queue, o.status = 'pending' AND o.available_at <= clock_timestamp() AND o.service = %(service)s AS goes
@@ -183,8 +172,6 @@ Lane = tuple[str, str]
 EXTERNAL = "idempotency.external_event"
 # Its lanes have the names that all had before there were tenants.
 DEFAULT_TENANT = "default"
-# Rows without a name per pass, for short transactions.
-ADOPTED = 1000
 
 
 def insert(
@@ -212,7 +199,7 @@ def insert(
     published.
     """
     given, message_id = message_id, message_id or str(uuid4())
-    connection.exec_driver_sql(
+    written = connection.exec_driver_sql(
         _INSERT if given is None else _INSERT_FIRST,
         {
             "message_id": message_id,
@@ -231,6 +218,9 @@ def insert(
             "service": service,
         },
     )
+    if given is not None and not written.rowcount:
+        # the first row, on whose strength this message is given up
+        connection.exec_driver_sql(f"SELECT {IS_CONFIRMED}", {})
     return message_id
 
 
@@ -262,32 +252,15 @@ def refresh_lanes(connection: Connection, lanes: Iterable[Lane]) -> None:
 # ---------------------------------------------------------------- for the relay
 
 
-def adopt(connection: Connection, service: str, tasks: Iterable[str], queues: Iterable[str]) -> int:
-    """Give rows without a name to `service`, if it has their task and their queue. Returns how many.
+def reserve_rows(
+    connection: Connection, service: str, *, batch: int, seconds: float, silent: Sequence[str] = ()
+) -> list[Row[Any]]:
+    """Reserve due rows of `service` without an ordering key for `seconds`; returns them, oldest first.
 
-    Every application has the task of events for external consumers, and a row may have no queue. A row that Postgres
-    refuses to change is set aside, and stops no other.
+    Not those for a `silent` queue. They are passed over one by one, which takes longer the more of them wait.
     """
-    fields = {"service": service, "tasks": [*tasks, EXTERNAL], "queues": list(queues), "batch": ADOPTED}
-    try:
-        adopted: int = connection.exec_driver_sql(ADOPT.batch, fields).one()[0]
-        return adopted
-    except DBAPIError as error:
-        if not sweeps.is_row_error(error):
-            raise
-    found = connection.exec_driver_sql(ADOPT.find, fields).all()
-    adopted, _ = sweeps.one_by_one(
-        connection,
-        ADOPT.name,
-        found,
-        lambda row: int(connection.exec_driver_sql(ADOPT.single, fields | sweeps.names(row)).scalar_one()),
-    )
-    return adopted
-
-
-def reserve_rows(connection: Connection, service: str, *, batch: int, seconds: float) -> list[Row[Any]]:
-    """Reserve due rows of `service` without an ordering key for `seconds`; returns them, oldest first."""
-    rows = connection.exec_driver_sql(_RESERVE_ROWS, {"service": service, "batch": batch, "seconds": seconds})
+    fields = {"service": service, "batch": batch, "seconds": seconds, "silent": list(silent)}
+    rows = connection.exec_driver_sql(_RESERVE_ROWS, fields)
     return sorted(rows, key=lambda row: row.id)
 
 
@@ -313,6 +286,11 @@ def name_queue(connection: Connection, message_ids: Sequence[str], queue: str) -
 def give_back(connection: Connection, rows: Sequence[Row[Any]]) -> None:
     """End the reservation of rows that the broker neither confirmed nor refused."""
     connection.exec_driver_sql(_RETURN_ROWS, as_sent(rows))
+
+
+def leave_lane(connection: Connection, lane: Lane, *, seconds: float) -> None:
+    """Let no relay take a lane for so long: its next message is for a queue that does not answer."""
+    connection.exec_driver_sql(_LEAVE_LANE, {"task": lane[0], "key": lane[1], "seconds": seconds})
 
 
 def note_error(connection: Connection, row: Row[Any], error: str, *, delay: float) -> None:

@@ -130,6 +130,11 @@ def repeatable(change: Callable[P, Answer]) -> Callable[P, Answer]:
 IS_CONFIRMED = "(SELECT pg_catalog.pg_logical_emit_message(true, 'idempotency', ''::text)) IS NOT NULL"
 
 
+def confirm(connection: Connection) -> None:
+    """Wait, as a commit does, until a synchronous standby has everything that this connection could read."""
+    connection.exec_driver_sql(f"SELECT {IS_CONFIRMED}")
+
+
 def sqlstate(error: DBAPIError) -> str | None:
     """Postgres' code for what it refused; None if it did not answer."""
     return getattr(error.orig, "sqlstate", None)

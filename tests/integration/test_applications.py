@@ -23,6 +23,7 @@ from idempotency.queues import quorum_queue
 from idempotency.relay.relay import Relay
 from idempotency.relay.resend import resend_lost
 from idempotency.store import outbox
+from idempotency.store.adoption import ADOPT
 from idempotency.store.answers import Busy, Completed, Failed, Foreign
 from idempotency.store.overview import monitoring_connection
 from idempotency.upkeep import alarms, alerts, maintenance, overview
@@ -199,11 +200,11 @@ def test_a_relay_reads_nothing_of_the_rows_of_another_application(bank: Celery, 
     )
     enqueue_deposit()
     enqueue_deposit(ordering_key="lane", idempotency_key="a2")
-    reserving = {"service": "bank", "batch": 200, "seconds": 30.0}
+    reserving = {"service": "bank", "batch": 200, "seconds": 30.0, "silent": []}
     assert rows_read(bank, outbox._RESERVE_ROWS, **reserving) <= 2
     assert rows_read(bank, outbox._RESERVE_LANES, **reserving) <= 2
     adopting = {"service": "bank", "batch": 1000, "tasks": [DEPOSIT], "queues": [bank.conf.task_default_queue]}
-    assert rows_read(bank, outbox.ADOPT.batch, **adopting) <= 2
+    assert rows_read(bank, ADOPT.batch, **adopting) <= 2
 
 
 # ---------------------------------------------------------------- rows of schema 0011

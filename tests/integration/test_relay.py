@@ -237,7 +237,7 @@ def test_a_pass_reads_no_row_that_is_not_due(bank: Celery, connection: Connectio
     )
     write(connection, "due")
     connection.execute(text("VACUUM ANALYZE idempotency.outbox"))
-    assert rows_read(bank, outbox._RESERVE_ROWS, service=op.SERVICE, batch=2, seconds=0.0) < 20
+    assert rows_read(bank, outbox._RESERVE_ROWS, service=op.SERVICE, batch=2, seconds=0.0, silent=[]) < 20
 
 
 def test_a_row_whose_queue_comes_back_is_published(

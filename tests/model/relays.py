@@ -29,7 +29,7 @@ class Relays(Ageing):
             if row.status == "pending" and row.available and not row.reserved
         }
         service = self.runtime.settings.service
-        options = {"service": service, "batch": relaying.BATCH, "seconds": relaying.RESERVATION}
+        options = {"service": service, "batch": relaying.BATCH, "seconds": relaying.RESERVATION, "silent": []}
         reserved = self.connection.exec_driver_sql(outbox._RESERVE_ROWS, options).all()
         assert {row.id for row in reserved} == due
         for number in due:
