@@ -156,7 +156,7 @@ def _resend_missing(runtime: Runtime, connection: Connection, depth: Callable[[s
     after, service = runtime.settings.resend_after, runtime.settings.service
     lost.refuse_any(connection, service, after=after)
     for row in lost.waiting(connection, service, after=after):
-        if row.queue:  # what a fanout exchange was given without a routing key is in no queue that could be counted
+        if row.queue:  # what an exchange was given that no queue of ours is bound to is in none that could be counted
             waiting.setdefault(row.queue, []).append(row)
     total = 0
     for queue, rows in waiting.items():

@@ -211,7 +211,13 @@ def _bound(app: Celery, routing_key: str, exchange: str | None = None) -> Any:
     for known in queues:
         if routing_key == known.routing_key or (exchange is None and routing_key == known.name):
             return known
-    return next((known for known in queues if known.exchange.type == "topic" and _matches(known, routing_key)), None)
+    return next((known for known in queues if _takes(known, routing_key, exchange)), None)
+
+
+def _takes(known: Any, routing_key: str, exchange: str | None) -> bool:
+    if known.exchange.type == "fanout":
+        return exchange is not None  # whatever the key; each of its queues gets a copy, any of which will do
+    return known.exchange.type == "topic" and _matches(known, routing_key)
 
 
 def _matches(queue: Any, routing_key: str) -> bool:

@@ -10,12 +10,14 @@ from uuid import uuid4
 
 import pytest
 from celery import Celery
+from kombu import Exchange, Queue
 from sqlalchemy import Connection, Engine, text
 from sqlalchemy.orm import Session
 
 from idempotency.application import close_runtime
 from idempotency.attempt.runtime import Runtime
 from idempotency.letters.examine import examine
+from idempotency.queues import quorum_queue
 from idempotency.relay import resend as resending
 from idempotency.relay.relay import Relay
 from idempotency.relay.resend import resend_lost
@@ -26,7 +28,7 @@ from idempotency.wire.keys import OperationId
 from idempotency.wire.message import Message
 from tests.support import bank as app_module
 from tests.support import operations as op
-from tests.support.bank import fingerprint_of
+from tests.support.bank import fingerprint_of, forget_queues
 from tests.support.deliveries import Deliveries
 from tests.support.operations import Entries
 from tests.support.plans import rows_read
@@ -70,6 +72,31 @@ def test_a_long_backlog_is_not_a_lost_one(bank: Celery, sent: Sent) -> None:
     sent("a", "b", "c")
     assert resend_lost(bank).resent == 0
     assert sent.relay.run_once().published == 0
+
+
+def test_a_backlog_behind_a_fanout_exchange_is_not_a_lost_one(
+    configured: Celery, connection: Connection, engine: Engine, environment: dict[str, str]
+) -> None:
+    """Whatever its routing key, a message for it goes to each of its queues."""
+    name = f"fan-{environment['BANK_QUEUE']}"
+    fan = quorum_queue(name, exchange=name, dead_letter_queue=f"{name}-dead")
+    fan = Queue(name, Exchange(name, type="fanout"), routing_key="", queue_arguments=fan.queue_arguments)
+    configured.conf.task_queues = [*configured.conf.task_queues, fan]
+    configured.conf.task_routes = {app_module.deposit.name: {"exchange": name, "routing_key": "deposits"}}
+    forget_queues(configured)
+    sent = Sent(configured, engine)
+    try:
+        sent("a")
+        assert [row.queue for row in op.outbox(connection)] == [name]
+        assert resend_lost(configured).resent == 0
+        with configured.connection_for_write() as broker:
+            broker.default_channel.queue_purge(name)
+        assert resend_lost(configured).resent == 1
+    finally:
+        sent.relay.close()
+        with configured.connection_for_write() as broker:
+            for each in (name, f"{name}-dead"):
+                broker.default_channel.queue_delete(each)
 
 
 def test_what_a_wiped_queue_has_lost_is_sent_again_once(
