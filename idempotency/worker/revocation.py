@@ -5,7 +5,7 @@ all. So a revoked message is delivered with a mark, and its claim fails the oper
 the body: `on_failed`, the record and the dead letter are one commit, and an operation that has ended stays as it is.
 A revoked duplicate of an operation that runs, or was accepted, under another task id is dropped, and changes nothing.
 When a running attempt is terminated, its record is marked before the message is acknowledged; the first claim after
-its holder is gone ends it.
+its holder is gone ends it. Without an answer within seconds the message comes back, and this worker remembers the revoke.
 
 What Celery says of a revoked task follows once the operation has ended: the state REVOKED, its event and its signal.
 """
@@ -19,6 +19,7 @@ from billiard.einfo import ExceptionWithTraceback
 from celery.app.task import Context
 from celery.exceptions import Ignore, Reject
 from celery.worker import request, state
+from sqlalchemy.pool import NullPool
 
 from ..application import runtime_of
 from ..attempt import claim
@@ -26,9 +27,14 @@ from ..observe.logs import log
 from ..reasons import REVOKED
 from ..store import claims, ends
 from ..store.answers import Claimed, Completed, Failed
+from ..store.connections import act_for, make_engine
 from ..wire.headers import MESSAGE_VERSION, REVOKED_HEADER, VERSION_HEADER, all_headers
 from .calls import KeyedTask
 from .deliveries import delivery_of
+
+# Seconds until an answer counts as lost, and until a lock is given up: the worker's main process serves every other task, too, and a
+# COMMIT may wait for a standby that is away.
+ANSWERED_WITHIN, LOCKED_WITHIN = 5.0, 3.0
 
 
 def _raised(exc_info: Any) -> BaseException:
@@ -116,12 +122,20 @@ def _nested(headers: dict[str, Any]) -> dict[str, Any]:
 
 
 def revoke_terminated(task: KeyedTask, context: Any) -> bool:
-    """Mark the operation whose attempt Celery terminates, so that its next claim ends it. Returns whether it has ended already."""
+    """Mark the operation whose attempt Celery terminates, so that its next claim ends it. Returns whether it has ended already.
+
+    Raises what Postgres, or the lack of its answer, raises: it may be marked all the same.
+    """
     runtime, delivery = runtime_of(task.app), delivery_of(task, context)
     task.check_cell(delivery.id)
-    with runtime.transaction(delivery.id.tenant) as connection:
-        # this is the worker's main process, which serves every other task, too
-        connection.exec_driver_sql("SET LOCAL lock_timeout = '3s'")
+    engine = make_engine(
+        runtime.settings,
+        session={"lock_timeout": int(LOCKED_WITHIN * 1000)},
+        patience=ANSWERED_WITHIN,
+        poolclass=NullPool,
+    )
+    with engine.begin() as connection:
+        act_for(connection, [delivery.id.tenant])
         # The attempt may have been killed before its claim, with no record to be marked.
         answer = claim.ask(runtime, connection, delivery, secrets.token_hex(16))
         claims.revoke(
