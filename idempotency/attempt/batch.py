@@ -1,7 +1,7 @@
 """Many first attempts of one task, claimed by one statement; and, if they are to, run and completed in one transaction.
 
-    answers = claim_together(runtime, deliveries, tokens)
-    answers = run_together(runtime, deliveries, tokens, policy, body, ends_at)
+    answers = claim_together(runtime, deliveries, tokens, turn)
+    answers = run_together(runtime, deliveries, tokens, policy, body, ends_at, turn)
 
 Claimed together are operations that have no record yet, and those that have been completed are answered; the caller runs
 each claim by `run`, in a transaction of its own. Only what is plain is run together: bodies that write to their session and
@@ -37,7 +37,7 @@ from ..store.statements import describe
 from ..wire.delivery import Delivery
 from ..wire.keys import OperationId
 from .endings import Finished, is_for_anothers_lock
-from .heartbeat import Holding
+from .heartbeat import Holding, Turn
 from .policy import Policy
 from .runtime import Runtime
 from .sharing import SharingAttempt, run_within
@@ -80,11 +80,12 @@ def run_together(
     policy: Policy,
     body: BatchBody,
     ends_at: float,
+    turn: Turn,
 ) -> list[BatchAnswer]:
     """Claim, run and commit these deliveries of one task and tenant, with keys that differ; one answer for each.
 
-    Each is claimed under its token. `ends_at`: by the monotonic clock; nothing is begun or committed after it. Raises what ends
-    the process, and `SoftTimeLimitExceeded`, also for that: the caller gives back then what is claimed under the tokens.
+    Each is claimed under its token. `ends_at`: by the monotonic clock; nothing is begun or committed after it. `turn`: begins with
+    each body, so the longest run is that of one of them; once their sum is longer, the rest runs alone. Raises what ends the process, and `SoftTimeLimitExceeded`, also for that: the caller gives back then what is claimed under the tokens.
     Whatever else goes wrong, they are run alone.
     """
     done: dict[int, Finished] = {}
@@ -95,13 +96,13 @@ def run_together(
 
     def hold(claim: Claimed) -> None:
         place = places[claim.id.key]
-        attempts[place] = SharingAttempt(runtime, claim, deliveries[place], policy)
+        attempts[place] = SharingAttempt(runtime, claim, deliveries[place], policy, turn)
 
     try:
         if type(framework()) is Framework:  # a framework's own connection is in one session at a time
             completed = _claim_or_answer(runtime, deliveries, tokens, hold)
             what = "batch_not_committed"
-            done = _Batch(runtime, dict(sorted(attempts.items())), policy, body, ends_at).run()
+            done = _Batch(runtime, dict(sorted(attempts.items())), policy, body, ends_at, turn).run()
         else:
             metrics.batches.labels(task, "alone").inc()
     except SoftTimeLimitExceeded:
@@ -126,17 +127,20 @@ def run_together(
     ]
 
 
-def claim_together(runtime: Runtime, deliveries: Sequence[Delivery], tokens: Sequence[str]) -> list[BatchAnswer]:
+def claim_together(
+    runtime: Runtime, deliveries: Sequence[Delivery], tokens: Sequence[str], turn: Turn
+) -> list[BatchAnswer]:
     """Claim these deliveries of one task and tenant, with keys that differ, to be run one after the other.
 
-    The heartbeat renews the claims of those that wait. Raises as `run_together` does; whatever else goes wrong, claims that
+    The heartbeat renews the claims of those that wait, for the longest run from each beginning of `turn`. Raises as `run_together` does; whatever else goes wrong, claims that
     are not known to have been made are made one by one.
     """
     completed: dict[str, Completed] = {}
     holdings: dict[str, Holding] = {}
 
     def hold(claim: Claimed) -> None:
-        holdings[claim.id.key] = _held(runtime, claim)
+        holdings[claim.id.key] = holding = Holding(claim, claim.fingerprint, runtime.settings.lease, turn)
+        runtime.heartbeat.hold(holding)
 
     ran, is_in_doubt = "each", False
     try:
@@ -157,12 +161,6 @@ def claim_together(runtime: Runtime, deliveries: Sequence[Delivery], tokens: Seq
         )
         for token, delivery in zip(tokens, deliveries, strict=True)
     ]
-
-
-def _held(runtime: Runtime, claim: Claimed) -> Holding:
-    holding = Holding(claim, claim.fingerprint, runtime.settings.lease)
-    runtime.heartbeat.hold(holding)
-    return holding
 
 
 def _claim_or_answer(
@@ -218,8 +216,10 @@ class _Batch:
         policy: Policy,
         body: BatchBody,
         ends_at: float,
+        turn: Turn,
     ) -> None:
         self._ends_at = ends_at
+        self._turn = turn
         self._runtime = runtime
         self._attempts = attempts
         self._policy = policy
@@ -259,15 +259,16 @@ class _Batch:
         return done
 
     def _try(self, *, savepoints: bool) -> dict[int, Finished]:
-        id = self._id
+        id, written = self._id, dict[int, tuple[Any, str]]()
         with self._runtime.transaction(id.tenant) as connection:
             crash_point("body.entered")
+            until = time.monotonic() + self._runtime.settings.longest_run
             with metrics.phase(id.task, "body"):
-                written = {
-                    place: result
-                    for place, attempt in self._attempts.items()
-                    if (result := self._run_one(connection, place, attempt, savepoint=savepoints)) is not None
-                }
+                for place, attempt in self._attempts.items():
+                    if time.monotonic() > until:
+                        break  # no transaction is to last for much longer: the rest runs alone
+                    if (result := self._run_one(connection, place, attempt, savepoint=savepoints)) is not None:
+                        written[place] = result
             if not written:
                 return {}
             with metrics.phase(id.task, "commit"):
@@ -281,6 +282,7 @@ class _Batch:
     ) -> tuple[Any, str] | None:
         """Run a body behind what the others wrote. Returns its result, also as text; None: it cannot stay, and nothing of it does."""
         self._check_time()
+        self._turn.begin()
         try:
             body = partial(self._body, place)
             return run_within(self._runtime, connection, attempt, body, savepoint=savepoint)

@@ -16,6 +16,17 @@ from ..store.statements import is_news
 from .hints import Hints
 
 
+@dataclass(slots=True)
+class Turn:
+    """What the longest run of the claims of one job is counted from: the body that runs, or what is done before it, has just begun."""
+
+    began_at: float = field(default_factory=time.monotonic)
+
+    def begin(self) -> None:
+        """Count from now for all of them."""
+        self.began_at = time.monotonic()
+
+
 @dataclass(slots=True, eq=False)
 class Holding:
     """One attempt's hold on its operation. `lease` in seconds; `since` and `renewed_at` by the monotonic clock."""
@@ -23,14 +34,19 @@ class Holding:
     claim: Claimed
     fingerprint: str
     lease: float
+    # of a claim that waits in a batch, or shares its transaction
+    turn: Turn | None = None
     since: float = field(init=False)
     renewed_at: float = field(init=False)
-    # what the longest run is counted from; of a claim that waits in a batch, moved on between bodies, once a second at most
-    begun_at: float = field(init=False)
     taken: bool = False
 
     def __post_init__(self) -> None:
-        self.since = self.renewed_at = self.begun_at = self.claim.asked_at
+        self.since = self.renewed_at = self.claim.asked_at
+
+    @property
+    def begun_at(self) -> float:
+        """What the longest run is counted from."""
+        return self.since if self.turn is None else self.turn.began_at
 
     @property
     def is_renewed(self) -> bool:

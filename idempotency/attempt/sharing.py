@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from sqlalchemy import Connection
 
 from ..errors import IdempotencyError
+from ..store.answers import Claimed
 from ..store.connections import act_for
+from ..wire.delivery import Delivery
 from .attempt import Attempt
-from .heartbeat import Holding
+from .heartbeat import Holding, Turn
+from .policy import Policy
 from .runtime import Runtime
 from .session import BETWEEN, LEADING, sessions_of
 
@@ -49,9 +51,14 @@ class SharingAttempt(Attempt):
     # Its result as its record would keep it, until that is committed.
     stored: str | None = None
 
+    def __init__(
+        self, runtime: Runtime, claim: Claimed, delivery: Delivery, policy: Policy, turn: Turn | None = None
+    ) -> None:
+        super().__init__(runtime, claim, delivery, policy)
+        self._holding.turn = turn
+
     def keep(self) -> Holding:
-        """Have the heartbeat renew its claim until the body runs alone, for which the longest run begins anew."""
-        self._holding.begun_at = time.monotonic()
+        """Have the heartbeat renew its claim until the body runs alone."""
         self.runtime.heartbeat.hold(self._holding)
         return self._holding
 

@@ -19,6 +19,7 @@ from kombu.serialization import prepare_accept_content
 
 from ..application import runtime_of
 from ..attempt.giving_back import give_back
+from ..attempt.heartbeat import Turn
 from ..attempt.policy import Policy
 from ..observe.logs import log
 from .prepared import BUDGET, Prepared, prepare, prepared_in
@@ -35,8 +36,6 @@ Traced = tuple[int, Any, float]
 Decoded = tuple[str, dict[str, Any], Any]
 # Of the job's first time limit: after this share no message is begun, for the pool's clock started before ours.
 BEGIN_WITHIN = 0.9
-# Seconds from one look at the claims that wait to the next: there may be a thousand.
-LOOK = 1.0
 
 
 def run_batch(
@@ -53,23 +52,21 @@ def run_batch(
         (id, request, _decoded(body, content_type, encoding, accept))
         for id, request, body, content_type, encoding in calls
     ]
-    results: list[Traced | None] = []
-    looked_at = time.monotonic()
-
-    def restart_those_from(place: int) -> None:
-        nonlocal looked_at
-        looked_at = _restart_longest_run(decoded, place, looked_at)
-
-    budget = Budget(limit, while_waiting=lambda: restart_those_from(len(results) + 1))
+    results: list[Traced | None] = [None] * len(calls)
+    turn = Turn()
+    budget = Budget(limit, while_waiting=turn.begin)
     for _, request, _ in decoded:
         request[BUDGET] = budget
     try:
         with suppress(SoftTimeLimitExceeded):
-            if not is_stopping() and not _try_to_prepare(task, decoded, ends_at):
-                return [None] * len(calls)
-            for traced in _trace_each(trace, name, decoded, calls, ends_at):
-                results.append(traced)
-                restart_those_from(len(results))
+            if not is_stopping() and not _try_to_prepare(task, decoded, ends_at, turn):
+                return results
+            for place in _in_order(decoded, ends_at):
+                turn.begin()
+                id, request, body = decoded[place]
+                results[place] = _traced(
+                    trace, name, id, request, calls[place][2:] if body is None else (body, None, None)
+                )
     finally:
         prepared = [each for _, request, _ in decoded if (each := prepared_in(request)) is not None]
         try:
@@ -79,26 +76,15 @@ def run_batch(
         except SystemExit:  # and so is this one, by the SIGTERM of a worker that is told to end at once
             _give_back_rest(task, prepared)
             raise
-    results += [None] * (len(calls) - len(results))
     if left := results.count(None):
         log.warning("batch_not_run", task=name, many=left)
     return results
 
 
-def _restart_longest_run(decoded: Sequence[Decoded], place: int, looked_at: float) -> float:
-    """Count `max_run` of the claims from this place on from now, once a second at most. Returns when that was last done."""
-    if (now := time.monotonic()) - looked_at < LOOK:
-        return looked_at
-    for _, request, _ in decoded[place:]:
-        if (each := prepared_in(request)) is not None and each.answer.holding is not None:
-            each.answer.holding.begun_at = now
-    return now
-
-
-def _try_to_prepare(task: IdempotentTask[..., Any], decoded: Sequence[Decoded], ends_at: float) -> bool:
+def _try_to_prepare(task: IdempotentTask[..., Any], decoded: Sequence[Decoded], ends_at: float, turn: Turn) -> bool:
     """Returns False if not one of them can be looked at now: all messages come again."""
     try:
-        prepare(task, [(request, body) for _, request, body in decoded if body is not None], ends_at)
+        prepare(task, [(request, body) for _, request, body in decoded if body is not None], ends_at, turn)
     except SoftTimeLimitExceeded:
         raise
     except Exception:
@@ -107,22 +93,21 @@ def _try_to_prepare(task: IdempotentTask[..., Any], decoded: Sequence[Decoded], 
     return True
 
 
-def _trace_each(
-    trace: Callable[..., Traced], name: str, decoded: Sequence[Decoded], calls: Sequence[Call], ends_at: float
-) -> Iterator[Traced | None]:
-    """Until a limit is near or has come: it is raised once for a job, so what went on after that would have none.
+def _in_order(decoded: Sequence[Decoded], ends_at: float) -> Iterator[int]:
+    """The places of the messages to be traced, first of those that have ended: what follows them waits for no other.
 
-    In a worker that is told to stop, no further one is begun: Celery gives back what it has only fetched, too.
+    Until a limit is near or has come: it is raised once for a job, so what went on after that would have none. In a worker that is
+    told to stop, no further body is begun: Celery gives back what it has only fetched, too.
     """
-    for (id, request, body), call in zip(decoded, calls, strict=True):
+    prepared = [prepared_in(request) for _, request, _ in decoded]
+    ended = [each is not None and each.answer.outcome is not None for each in prepared]
+    for place in sorted(range(len(decoded)), key=lambda place: not ended[place]):
         if time.monotonic() >= ends_at:
             return
-        prepared = prepared_in(request)
-        if is_stopping() and (prepared is None or prepared.answer.outcome is None):
-            yield None
-            continue
-        yield _traced(trace, name, id, request, call[2:] if body is None else (body, None, None))
-        if prepared is not None and prepared.is_interrupted:
+        if is_stopping() and not ended[place]:
+            return
+        yield place
+        if (each := prepared[place]) is not None and each.is_interrupted:
             return
 
 

@@ -25,12 +25,13 @@ from idempotency.attempt.policy import Policy
 from idempotency.attempt.runtime import Runtime
 from idempotency.upkeep import maintenance
 from idempotency.wire.delivery import Delivery
+from idempotency.wire.headers import TENANT_HEADER
 from idempotency.wire.keys import OperationId, fingerprint
 from idempotency.worker import batch, waiting
 from idempotency.worker.batching import _Job
 from tests.support import batched, crashing
 from tests.support import operations as op
-from tests.support.batches import OTHER, Request, many, message, put, run, states
+from tests.support.batches import OTHER, TRANSACTIONS, Request, many, message, put, run, states
 from tests.support.processes import Processes, eventually
 from tests.support.tasks import make_task
 
@@ -88,9 +89,9 @@ def recovering(bank: Celery) -> Iterator[None]:
         thread.join()
 
 
-@pytest.mark.parametrize("max_attempts", [1, 5])
+@pytest.mark.parametrize(("commit", "max_attempts"), [("each", 1), ("each", 5), ("together", 1)])
 def test_what_waits_longer_than_max_run_is_not_counted(
-    bank: Celery, engine: Engine, configure: Any, max_attempts: int
+    bank: Celery, engine: Engine, configure: Any, commit: str, max_attempts: int
 ) -> None:
     configure(lease=1.0, heartbeat=0.25, max_run=2.0, retention_http=3600.0)
     entered: list[str] = []
@@ -100,14 +101,40 @@ def test_what_waits_longer_than_max_run_is_not_counted(
         put(self, account)
         time.sleep(1.3)  # each of them is far below max_run
 
-    task = make_task(bank, body, key="{account}", batch=10, max_attempts=max_attempts, batch_commit="each")
+    task = make_task(bank, body, key="{account}", batch=10, max_attempts=max_attempts, batch_commit=commit)
     messages = many(bank, task, 5)
     with recovering(bank):
         run(bank, task, *messages)
     with engine.connect() as connection:
         found = connection.execute(ROWS).all()
+        assert connection.execute(TRANSACTIONS).scalar_one() >= 4  # also together: the third begins after max_run
     assert [(row.status, row.attempts) for row in found] == [("completed", 1)] * 5
     assert entered == ["e0", "e1", "e2", "e3", "e4"]
+
+
+def test_what_waits_for_the_batches_of_other_tenants_is_not_counted(
+    bank: Celery, engine: Engine, configure: Any
+) -> None:
+    """Tenant a has one message, and those of b run alone: both are claimed before the others run."""
+    configure(lease=1.0, heartbeat=0.25, max_run=2.0, retention_http=3600.0)
+
+    def body(self: IdempotentTask, account: str) -> None:
+        if self.tenant == "b":
+            self.step("alone", lambda session: None)
+        elif self.tenant > "b":
+            time.sleep(0.7)
+        put(self, account)
+
+    task = make_task(bank, body, key="{account}", batch=20, max_attempts=1)
+    tenants = "abbccddee"
+    messages = many(bank, task, len(tenants))
+    for tenant, (_, request, *_) in zip(tenants, messages, strict=True):
+        request[TENANT_HEADER] = tenant
+    with recovering(bank):
+        run(bank, task, *messages)
+    with engine.connect() as connection:
+        found = connection.execute(ROWS).all()
+    assert [(row.status, row.attempts) for row in found] == [("completed", 1)] * len(tenants)
 
 
 def test_what_waits_behind_one_that_cannot_be_claimed_is_not_counted(

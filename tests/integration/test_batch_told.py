@@ -154,6 +154,25 @@ def test_a_body_that_ends_its_chain_ends_it_in_a_batch_too(
     assert queued(bank) == 0
 
 
+def test_what_follows_those_that_have_ended_waits_for_none_that_runs_alone(bank: Celery, engine: Engine) -> None:
+    """Which may wait for minutes until it is claimed."""
+    sent_before: list[int] = []
+
+    def body(self: IdempotentTask, account: str) -> None:
+        put(self, account)
+        if account == "e0":
+            sent_before.append(queued(bank))
+            raise ValueError("bad")
+
+    task = make_task(bank, body, key="{account}", max_attempts=1, **options("together"))
+    declare(bank)
+    follows = json.loads(json.dumps(dict(deposit.si(f"follows-{uuid4().hex}"))))
+    embedded = {"chain": None, "callbacks": [follows], "errbacks": None, "chord": None}
+    run(bank, task, *(message(bank, task, body=json.dumps([[f"e{n}"], {}, embedded])) for n in range(3)))
+    assert states(engine) == {"e0": "failed", "e1": "completed", "e2": "completed"}
+    assert sent_before == [0, 0, 2]  # together, behind a savepoint, alone
+
+
 class Timed(IdempotentTask):
     abstract = True
     seen: list[Any] = []
