@@ -19,7 +19,7 @@ from ..errors import ChangeRefused, PermanentError
 from ..framework import framework
 from ..observe import metrics
 from ..reasons import CANCELLED, UNPUBLISHABLE
-from ..store import dead_letters, discards, edits, ends, letters, operations, saga_changes, stream_letters
+from ..store import dead_letters, discards, edits, ends, letters, operations, saga_changes, stream_letters, unpublished
 from ..store.answers import claim_of
 from ..store.statements import repeatable
 from ..streams.declaring import TASK_PREFIX
@@ -37,7 +37,7 @@ def cancel(
     """End an operation that has not begun or waits for its next attempt: it fails with the code `cancelled`.
 
     The record, the dead letter, undos, the rows of the task's `on_failed` and the audit row are one commit; a delivery
-    that is still on its way finds the failure. Returns the error it has ended with. Raises `ChangeRefused`, also if an
+    that is still on its way, or was to come later and goes now, finds the failure. Returns the error it has ended with. Raises `ChangeRefused`, also if an
     effect has happened or may have, unless `may_have_happened`: then it ends as `effect_unknown` or `unfinished`; and
     if the application has no such task, unless `without_task`: then neither undos nor `on_failed` run.
     """
@@ -73,6 +73,7 @@ def cancel(
                 service=runtime.settings.service,
             )
             fence = ends.cancel(connection, shown.id, concluded.end, fence=row.fence, retention=policy.retention_failed)
+            unpublished.hasten(connection, shown.id, row.fingerprint, service=runtime.settings.service)
             details = {"was": shown.status, "ended_as": concluded.error.code}
             details |= {} if concluded.broken is None else {"on_failed_error": concluded.broken}
             audit(connection, change, "cancel", shown.id, row, fence=fence, details=details)

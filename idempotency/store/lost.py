@@ -16,7 +16,7 @@ from sqlalchemy import Connection, Row
 from sqlalchemy.exc import DBAPIError
 
 from ..reasons import FINGERPRINT_MISMATCH, SERVICE_MISMATCH
-from . import sweeps
+from . import sweeps, unpublished
 from .answers import error_text
 from .letters import insert_for_rows_sql
 from .markers import EPOCH
@@ -43,6 +43,7 @@ _ITS_RECORD = "(p.tenant, p.task, p.key) = (r.tenant, r.task, r.key)"
 _FOREIGN = "(p.service <> r.service) IS TRUE"
 _ENDED = f"""p.status IN ('completed', 'failed') AND NOT {_FOREIGN}
       AND (p.fingerprint = r.fingerprint OR {_OTHER_RULE})"""
+_UNTIL_RESENT = "make_interval(secs => least(%(after)s * pg_catalog.power(2, least({row}.resends, 20)), %(cap)s))"
 _REFUSED = f"({_FOREIGN} OR p.fingerprint <> r.fingerprint AND NOT {_OTHER_RULE})"
 
 # A row is settled by an ended record with the same fingerprint, and not by another request's. Any application may note that.
@@ -97,9 +98,11 @@ JUDGE = Sweep(
     "resend",
     table="outbox",
     columns="r.id, r.fingerprint, r.service, r.generation, r.message, r.published_at, r.resends, r.ctid AS version",
-    due="""r.queue = %(queue)s AND r.service = %(service)s AND r.settled_at IS NULL AND NOT r.taken
+    due=f"""r.queue = %(queue)s AND r.service = %(service)s AND r.settled_at IS NULL AND NOT r.taken
       AND r.status = 'published' AND r.published_at < %(until)s AND r.published_at >= %(past)s
-      AND (r.published_at, r.id) > (%(past)s, %(past_id)s)""",
+      AND (r.published_at, r.id) > (%(past)s, %(past_id)s)
+      -- however many wait for their next resend, they hide none of those behind them
+      AND r.published_at < (SELECT clock_timestamp()) - {_UNTIL_RESENT.format(row="r")}""",
     order="r.published_at, r.id",
     one="r.id = %(id)s",
     id="r.id::text",
@@ -117,9 +120,7 @@ JUDGE = Sweep(
                        AND {unsettled("newer")} AND newer.status <> 'failed'
                        AND NOT ({is_scheduled("newer")} AND newer.generation = r.generation))
           OR (SELECT true FROM idempotency.dead_letters d WHERE d.outbox_id = r.id AND d.status = 'open') THEN 'taken'
-        WHEN p.status = 'started' OR p.available_at > clock_timestamp()
-          OR r.published_at >= clock_timestamp()
-             - make_interval(secs => least(%(after)s * pg_catalog.power(2, least(r.resends, 20)), %(cap)s)) THEN 'early'
+        WHEN p.status = 'started' OR p.available_at > clock_timestamp() THEN 'early'
         ELSE 'lost'
     END AS verdict
     -- A row that was returned after this statement's snapshot is left to the next one: this one still sees why it was
@@ -193,8 +194,7 @@ WITH newest AS MATERIALIZED (
     ORDER BY o.tenant, o.task, o.key, o.fingerprint, o.generation DESC, o.id DESC
 )
 SELECT n.id, n.task, n.queue, n.published_at,
-       n.published_at < clock_timestamp()
-           - make_interval(secs => least(%(after)s * pg_catalog.power(2, least(n.resends, 20)), %(cap)s)) AS overdue
+       n.published_at < clock_timestamp() - {_UNTIL_RESENT.format(row="n")} AS overdue
 FROM newest n LEFT JOIN idempotency.records r ON (r.tenant, r.task, r.key) = (n.tenant, n.task, n.key)
 WHERE n.status = 'published'
   AND (r.status IS NULL OR r.status = 'released' AND r.available_at <= clock_timestamp())
@@ -233,7 +233,7 @@ _OTHER_SERVICE = error_text(SERVICE_MISMATCH, "this idempotency key is used by a
 def settle(connection: Connection) -> int:
     """Settle the rows of operations that have ended since the last pass; returns how many."""
     since: datetime = connection.exec_driver_sql(_SINCE, {"overlap": OVERLAP}).scalar_one()
-    total, began = 0, time.monotonic()
+    total, began = unpublished.give_up_refused(connection), time.monotonic()
     while True:
         fields = {"since": since, "batch": BATCH}
         try:
