@@ -137,6 +137,18 @@ def test_what_was_published_lately_is_left_alone_and_the_pause_doubles(
     assert resend_lost(bank).resent == 1
 
 
+def test_however_many_wait_for_their_next_resend_what_is_lost_behind_them_is_sent_again(
+    bank: Celery, sent: Sent, engine: Engine
+) -> None:
+    sent("lost", seconds=120)
+    purge_queue(bank)
+    with engine.connect() as connection:
+        copy_rows(connection, lost.BATCHES * lost.BATCH)
+        early = "resends = 6, published_at = published_at - interval '30 minutes'"  # the next one after an hour
+        connection.execute(text(f"UPDATE idempotency.outbox SET {early} WHERE key <> 'lost'"))
+    assert resend_lost(bank).resent == 1
+
+
 def test_what_another_pass_has_sent_again_meanwhile_is_not_sent_again(
     bank: Celery, sent: Sent, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
