@@ -8,7 +8,8 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
+from email.utils import parsedate_to_datetime
 from typing import Any
 
 from ..extras import extra
@@ -57,9 +58,12 @@ class Bucket:
             raise OSError(f"{len(errors)} of {len(names)} objects were not deleted: {errors[0].get('Code')}")
 
     def older(self, seconds: float) -> Iterator[list[str]]:
-        before = datetime.now(UTC) - timedelta(seconds=seconds)
+        before: datetime | None = None
         pages = self._client.get_paginator("list_objects_v2").paginate(Bucket=self._bucket, Prefix=self._prefix)
         for page in pages:
+            if before is None:  # by the clock that objects have their times from
+                now = parsedate_to_datetime(page["ResponseMetadata"]["HTTPHeaders"]["date"])
+                before = now - timedelta(seconds=seconds)
             keys = [each["Key"] for each in page.get("Contents", ()) if each["LastModified"] <= before]
             # what else is there is somebody else's
             if names := [name for key in keys if is_name(name := key.removeprefix(self._prefix))]:
