@@ -84,9 +84,11 @@ def run_together(
 ) -> list[BatchAnswer]:
     """Claim, run and commit these deliveries of one task and tenant, with keys that differ; one answer for each.
 
-    Each is claimed under its token. `ends_at`: by the monotonic clock; nothing is begun or committed after it. `turn`: begins with
-    each body, so the longest run is that of one of them; once their sum is longer, the rest runs alone. Raises what ends the process, and `SoftTimeLimitExceeded`, also for that: the caller gives back then what is claimed under the tokens.
-    Whatever else goes wrong, they are run alone.
+    Each is claimed under its token. `ends_at`: by the monotonic clock; nothing is begun or committed after it. `turn` begins with
+    each body, so the longest run is that of one of them; once their sum is longer, the rest runs alone.
+
+    Raises what ends the process, and `SoftTimeLimitExceeded`, also for that: the caller gives back then what is claimed under the
+    tokens. Whatever else goes wrong, they are run alone.
     """
     done: dict[int, Finished] = {}
     attempts: dict[int, SharingAttempt] = {}
@@ -132,8 +134,8 @@ def claim_together(
 ) -> list[BatchAnswer]:
     """Claim these deliveries of one task and tenant, with keys that differ, to be run one after the other.
 
-    The heartbeat renews the claims of those that wait, for the longest run from each beginning of `turn`. Raises as `run_together` does; whatever else goes wrong, claims that
-    are not known to have been made are made one by one.
+    The heartbeat renews the claims of those that wait, for the longest run from each beginning of `turn`. Raises as
+    `run_together` does; whatever else goes wrong, claims that are not known to have been made are made one by one.
     """
     completed: dict[str, Completed] = {}
     holdings: dict[str, Holding] = {}

@@ -46,7 +46,8 @@ class ObjectStore(Protocol):
     def older(self, seconds: float) -> Iterator[list[str]]:
         """The names of all that was put at least so long ago, up to `PAGE` at a time; not of what else is there.
 
-        By the clock of the place: that of this process may be wrong by days, and what it makes older is deleted. What cannot be listed holds up nothing else, and is raised at the end.
+        By the clock of the place: that of this process may be wrong by days, and what it makes older is deleted. What cannot be
+        listed holds up nothing else, and is raised at the end.
         """
 
 
