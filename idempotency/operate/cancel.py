@@ -37,9 +37,11 @@ def cancel(
     """End an operation that has not begun or waits for its next attempt: it fails with the code `cancelled`.
 
     The record, the dead letter, undos, the rows of the task's `on_failed` and the audit row are one commit; a delivery
-    that is still on its way, or was to come later and goes now, finds the failure. Returns the error it has ended with. Raises `ChangeRefused`, also if an
-    effect has happened or may have, unless `may_have_happened`: then it ends as `effect_unknown` or `unfinished`; and
-    if the application has no such task, unless `without_task`: then neither undos nor `on_failed` run.
+    that is still on its way, or was to come later and goes now, finds the failure. Returns the error it has ended with.
+
+    Raises `ChangeRefused`, also if an effect has happened or may have, unless `may_have_happened`: then it ends as
+    `effect_unknown` or `unfinished`; and if the application has no such task, unless `without_task`: then neither undos nor
+    `on_failed` run.
     """
     runtime = runtime_of(app)
 
