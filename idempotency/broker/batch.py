@@ -32,7 +32,7 @@ class Published:
     confirmed: list[str] = field(default_factory=list)
     refused: dict[str, Refusal] = field(default_factory=dict)
     # of those that their queue did not confirm, or that were not sent because it is left alone: its name
-    silent: dict[str, str] = field(default_factory=dict)
+    held: dict[str, str] = field(default_factory=dict)
     # of messages that have an order; nothing is sent behind the first in a lane that is refused or held back
     lanes: dict[str, Lane] = field(default_factory=dict)
     stopped: set[Lane] = field(default_factory=set)
@@ -43,7 +43,7 @@ class Published:
 
     def hold(self, id: str, queue: str) -> None:
         """It stays open, because its queue is silent."""
-        self.silent[id] = queue
+        self.held[id] = queue
         self.stop_behind(id)
 
     def stop_behind(self, id: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,6 +50,7 @@ class BrokerChannel:
         self._broker: BrokerConnection | None = None
         self._channel: Any = None
         self._confirms = False
+        # to declarations and questions
         self.silent = SilentQueues()
 
     def is_fifo(self) -> bool:
@@ -195,29 +196,29 @@ def verifying(connection: BrokerConnection) -> BrokerConnection:
 def declare_queues(connection: BrokerConnection, queues: Iterable[Queue], silent: SilentQueues | None = None) -> Any:
     """Declare queues on a new channel, which is returned. One that others have declared, or otherwise, stays as it is.
 
-    Those that are left alone as `silent` are left out, as will be one that does not answer now.
+    Those that are left alone as `silent` are left out, as will be one that does not answer now; that one is an error.
     """
-    channel = connection.channel()
-    for queue in queues:
-        if silent is not None and silent.rest(queue.name):
-            continue
+    channel, silent = connection.channel(), SilentQueues() if silent is None else silent
+    named = {queue.name: queue for queue in queues}
+    for name in silent.in_turn(named):
+        queue = named[name]
         try:
-            with nullcontext() if silent is None else silent.noting(queue.name):
+            with silent.noting(name):
                 queue(channel).declare()
         except (PreconditionFailed, AccessRefused, ResourceLocked) as error:
             # it exists, which is all that publishing and consuming need
-            log.warning("queue_differs", queue=queue.name, error=type(error).__name__)
+            log.warning("queue_differs", queue=name, error=type(error).__name__)
             channel = connection.channel()
     return channel
 
 
 def points_to_shared(channel: Any, queues: Iterable[Queue], silent: SilentQueues) -> bool:
     """Whether the broker has one of these queues with the shared dead-letter queue of earlier versions."""
-    for queue in queues:
-        if isinstance(queue, QuorumQueue) and not silent.rest(queue.name):
-            with silent.noting(queue.name):
-                if queue.points_to_shared(channel):
-                    return True
+    named = {queue.name: queue for queue in queues if isinstance(queue, QuorumQueue)}
+    for name in silent.in_turn(named):
+        with silent.noting(name):
+            if named[name].points_to_shared(channel):
+                return True
     return False
 
 

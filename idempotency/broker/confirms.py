@@ -48,6 +48,11 @@ class Confirms:
         return set(self._awaited.values())
 
     @property
+    def are_all_there(self) -> bool:
+        """Whether something was sent, and the broker has answered all of it."""
+        return bool(self._sent) and not self._awaited
+
+    @property
     def has_nacked(self) -> bool:
         return bool(self._nacked)
 

@@ -12,7 +12,7 @@ import struct
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from amqp.exceptions import ChannelError, NotFound, PreconditionFailed
@@ -23,7 +23,7 @@ from pydantic import SecretStr
 
 from ..errors import BrokerUnavailable
 from ..observe.crash_points import crash_point
-from ..observe.logs import log
+from ..store.outbox import Lane
 from ..wire.fitness import first_unfit
 from ..wire.headers import COPIES, FINGERPRINT_HEADER, MARKER_HEADER, SIGNATURE_HEADER
 from ..wire.limits import beyond_limits
@@ -32,12 +32,22 @@ from ..wire.signing import sign
 from .batch import Published, Refusal
 from .channel import BROKER_ERRORS, BrokerChannel
 from .confirms import Confirms
+from .silence import SilentQueues
 
 # Bytes of the headers' frame that are not headers: the frame's own, and nine properties of at most 256 each.
 _BESIDE_HEADERS = 4096
 _OF_NO_MESSAGE = (SoftTimeLimitExceeded, *BROKER_ERRORS)
 # What py-amqp raises for a message it cannot encode, as far as is known; after any other error the channel is a new one.
 _NOT_ENCODED = (LookupError, ValueError, TypeError, ArithmeticError, RecursionError, struct.error)
+
+
+@dataclass(slots=True)
+class _Plan:
+    """Of a batch: what is sent, what tries a silent queue, by its name, and what is held for one."""
+
+    sent: list[tuple[str, Message]] = field(default_factory=list)
+    tries: dict[str, tuple[str, Message]] = field(default_factory=dict)
+    held: dict[str, str] = field(default_factory=dict)
 
 
 class Publisher(BrokerChannel):
@@ -59,6 +69,8 @@ class Publisher(BrokerChannel):
         self._secrets = secrets
         self._first_published = first_published
         self._sending: Confirms | None = None
+        # queues that confirm nothing; some of them still answer questions
+        self.unconfirming = SilentQueues()
 
     def publish(self, batch: list[tuple[str, Message]], result: Published) -> None:
         """Publish messages under their ids and note in `result` what is certain, and which queues are silent.
@@ -86,7 +98,7 @@ class Publisher(BrokerChannel):
         message = Message(task.headers, task.body, {"exchange": "", "routing_key": queue}, {"priority": priority})
         result = Published()
         self.publish([(marker, message.marked(origin="enqueue", outbox_id=marker))], result)
-        if result.silent:
+        if result.held:
             raise BrokerUnavailable(f"queue {queue}: no confirm")
 
     def close(self) -> None:
@@ -111,15 +123,14 @@ class Publisher(BrokerChannel):
                 result.refuse(id, missing[exchange])
 
     def _pipelined(self, batch: list[tuple[str, Message]], result: Published) -> None:
-        trials, others = self._trials(batch, result) if self.silent else ([], batch)
-        main = self._confirming()
-        tries: dict[str, Confirms] = {}
+        plan = self._planned(batch, result)
+        main, tries = self._confirming(), dict[str, Confirms]()
         main.begin()
         try:
-            for id, message in others:
+            for id, message in plan.sent:
                 if not result.waits(id) and (refusal := self._send(main, id, message)) is not None:
                     result.refuse(id, refusal)
-            for queue, id, message in trials:
+            for queue, (id, message) in plan.tries.items():
                 assert self._broker is not None
                 tries[queue] = Confirms(self._broker.channel(), are_given=True)
                 if (refusal := self._send(tries[queue], id, message)) is not None:
@@ -129,44 +140,45 @@ class Publisher(BrokerChannel):
         finally:
             for each in (main, *tries.values()):
                 each.note(result)
+        for id, queue in plan.held.items():
+            result.hold(id, queue)
         self._conclude(batch, result, main, tries)
 
-    def _trials(
-        self, batch: list[tuple[str, Message]], result: Published
-    ) -> tuple[list[tuple[str, str, Message]], list[tuple[str, Message]]]:
-        """Returns the messages that try a silent queue, with its name, and those for queues that answer.
-
-        The others are held back, also those of a lane behind one of the first two.
-        """
-        trials: dict[str, tuple[str, str, Message]] = {}
-        others: list[tuple[str, Message]] = []
-        lanes = set()
+    def _planned(self, batch: list[tuple[str, Message]], result: Published) -> _Plan:
+        """What of a batch is sent to which queues. Of a lane nothing is sent behind a message that is held, or tries its queue."""
+        plan, silent = _Plan(), self.unconfirming
+        if not silent:
+            plan.sent = batch
+            return plan
+        begun: set[Lane | None] = set()
+        stopped: set[Lane] = set()
         for id, message in batch:
             lane = result.lanes.get(id)
+            if lane in stopped or result.waits(id):
+                continue
             try:
                 queue = message.queue(self._app)
             except Exception:
                 queue = ""  # sending it says why
-            if queue not in self.silent:
-                if not result.waits(id):
-                    others.append((id, message))
-                    lanes.add(lane)
+            if queue not in silent:
+                plan.sent.append((id, message))
+                begun.add(lane)
                 continue
-            is_next = lane is None or not (lane in lanes or result.waits(id))
-            if queue not in trials and is_next and not self.silent.rest(queue):
-                trials[queue] = queue, id, message
-                result.stop_behind(id)
+            if silent.are_left_alone or queue in plan.tries or (lane is not None and lane in begun):
+                plan.held[id] = queue
             else:
-                result.hold(id, queue)
-        return list(trials.values()), others
+                plan.tries[queue] = id, message
+            if lane is not None:
+                stopped.add(lane)
+        return plan
 
     def _conclude(
         self, batch: list[tuple[str, Message]], result: Published, main: Confirms, tries: dict[str, Confirms]
     ) -> None:
         """Which queues answer and which do not, once the confirms of a batch have been awaited."""
         for queue, one in tries.items():
-            if not one.awaited:
-                self.silent.answered(queue)
+            if one.are_all_there:
+                self.unconfirming.answered(queue)
                 one.channel.close()
         unconfirmed = main.awaited.union(*(one.awaited for one in tries.values()))
         if unconfirmed:
@@ -177,13 +189,13 @@ class Publisher(BrokerChannel):
 
     def _leave_alone(self, unconfirmed: dict[str, str], result: Published) -> None:
         """Nothing was heard of these. The broker is there if it takes a new connection; then it is their queues."""
-        pauses = {queue: self.silent.note(queue) for queue in dict.fromkeys(unconfirmed.values())}
+        queues = dict.fromkeys(unconfirmed.values())
         self.close()
+        self.silent.note(*queues)  # which are not declared now
         self._connect()
+        self.unconfirming.note(*queues)
         for id, queue in unconfirmed.items():
             result.hold(id, queue)
-        for queue, pause in pauses.items():
-            log.warning("queue_silent", queue=queue, retry_seconds=pause)
 
     def _send(self, over: Confirms, id: str, message: Message) -> Refusal | None:
         """Send one message. Returns why it cannot be sent, with the channel as it was."""
@@ -251,7 +263,7 @@ class Publisher(BrokerChannel):
         began, usual = time.monotonic(), self._timeout
         while waiting := [
             *([usual] if main.awaited else []),
-            *(self.silent.patience(queue, usual) for queue, one in tries.items() if one.awaited),
+            *(self.unconfirming.patience(usual) for one in tries.values() if one.awaited),
         ]:
             if (left := began + max(waiting) - time.monotonic()) <= 0:
                 return

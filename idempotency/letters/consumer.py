@@ -140,14 +140,13 @@ class DeadLetterConsumer:
             self._handle(again)
             if time.monotonic() - began >= PASS / 2:
                 break
-        queues = [queue for queue in self._queues if not self._silent.rest(queue)]
+        queues = self._silent.in_turn(self._queues)
         while queues and taken < limit and len(self._parked) < PARKED_LIMIT:
             if taken and time.monotonic() - began >= PASS:
                 break
             for queue in list(queues):  # in turns, so that a long queue does not delay the next one
                 with self._silent.noting(queue):  # the next pass goes on with the others
                     raw = channel.basic_get(queue, no_ack=False)
-                self._silent.answered(queue)
                 if raw is None:
                     queues.remove(queue)
                     continue

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import groupby, takewhile
 from typing import Any
@@ -108,9 +108,9 @@ class Relay:
         with runtime.autocommit() as connection:
             tasks = [task.name for task in idempotent_tasks(self._app)]
             adopt(connection, service, tasks, self._app.amqp.queues)
-            silent = self.publisher.silent.left_alone()
+            silent = self.publisher.unconfirming.left_alone()
             rows = outbox.reserve_rows(connection, service, batch=self._batch, seconds=RESERVATION, silent=silent)
-            ordered = outbox.reserve_lanes(connection, service, batch=self._batch, seconds=RESERVATION)
+            ordered = outbox.reserve_lanes(connection, service, batch=self._batch, seconds=RESERVATION, silent=silent)
         lanes: list[Lane] = list(dict.fromkeys((row.task, row.ordering_key) for row in ordered))
         rows += _publishable(ordered)
         if not rows:
@@ -159,11 +159,14 @@ class Relay:
         with runtime.autocommit() as connection:
             if result.confirmed:
                 # before they are marked: one that is published and has no queue's name is never missed
-                self._name_queues(connection, rows, set(result.confirmed))
+                confirmed = set(result.confirmed)
+                self._name_queues(connection, [row for row in rows if not row.queue and row.message_id in confirmed])
                 outbox.mark_published(connection, [sent[id] for id in result.confirmed])
                 metrics.published.inc(len(result.confirmed))
             if unanswered:
-                self._name_queues(connection, rows, result.silent)  # by which they are left out of the next batch
+                # by which they are left out of the next batch
+                held = result.held
+                self._name_queues(connection, [row for row in rows if row.queue != held.get(row.message_id, row.queue)])
                 outbox.give_back(connection, unanswered)
             for id, refusal in result.refused.items():
                 row, attempts = sent[id], sent[id].attempts
@@ -179,18 +182,14 @@ class Relay:
                 log.error("publish_failed", outbox_id=id, error=refusal.error, retry_seconds=delay)
 
             outbox.refresh_lanes(connection, lanes)
-            for id, queue in result.silent.items():
-                if (lane := result.lanes.get(id)) is not None:
-                    outbox.leave_lane(connection, lane, seconds=self.publisher.silent.rest(queue))
 
-    def _name_queues(self, connection: Connection, rows: list[Row[Any]], ids: Collection[str]) -> None:
-        """Give those of these rows that have no queue's name the name of the one they go to."""
+    def _name_queues(self, connection: Connection, rows: list[Row[Any]]) -> None:
+        """Give rows the name of the queue that they go to."""
         found: dict[str, list[str]] = {}
         for row in rows:
-            if not row.queue and row.message_id in ids:
-                found.setdefault(Message.from_text(row.message).queue(self._app), []).append(row.message_id)
-        for queue, unnamed in found.items():
-            outbox.name_queue(connection, unnamed, queue)
+            found.setdefault(Message.from_text(row.message).queue(self._app), []).append(row.message_id)
+        for queue, ids in found.items():
+            outbox.name_queue(connection, ids, queue)
 
     def _wait_for_rows(self, stop: threading.Event) -> None:
         """Wait for a NOTIFY or the poll interval. Writers notify only while a relay is marked as sleeping."""

@@ -82,26 +82,20 @@ def _resend_fifo(app: Celery, runtime: Runtime, connection: Connection, publishe
     settings = runtime.settings
     after = settings.resend_after
     settled = resent = 0
-    for queue in lost.queues(connection, settings.service, app.amqp.queues, after=after):
-        if publisher.silent.rest(queue):
-            continue
+    queues = lost.queues(connection, settings.service, app.amqp.queues, after=after)
+    for queue in publisher.silent.in_turn(queues):
         # before looking at the queue: if it is empty then, it holds nothing published up to here
         times = markers.cutoffs(connection, queue, after=after, grace=GRACE, classes=len(PRIORITIES))
-        try:
-            waiting = publisher.in_queue(queue)
-            if waiting is None:
-                continue
-            left = times.marked if waiting.ready else times.before_grace
-            if left is not None:
-                found, ended = lost.judge(connection, queue, min(left, times.overdue), after, settings.service)
-                settled += ended
-                resent += _resend(runtime, _not_held(publisher, queue, waiting.consumers, found))
-            if waiting.ready and waiting.consumers:
-                _mark(connection, publisher, queue, times, pause=settings.sweep / 2)
-        except BrokerUnavailable:
-            if not publisher.silent.rest(queue):
-                raise
-            # else the next queue shows whether it is the broker
+        waiting = publisher.in_queue(queue)  # one that is silent ends this pass; the next one leaves it out
+        if waiting is None:
+            continue
+        left = times.marked if waiting.ready else times.before_grace
+        if left is not None:
+            found, ended = lost.judge(connection, queue, min(left, times.overdue), after, settings.service)
+            settled += ended
+            resent += _resend(runtime, _not_held(publisher, queue, waiting.consumers, found))
+        if waiting.ready and waiting.consumers and queue not in publisher.unconfirming:
+            _mark(connection, publisher, queue, times, pause=settings.sweep / 2)
     return settled, resent
 
 

@@ -60,18 +60,6 @@ _UNFLUSHED = "set_config('synchronous_commit', 'off', true)"
 _CONFIRMED_OR_UNFLUSHED = """set_config('synchronous_commit', CASE WHEN current_setting('synchronous_standby_names') = '' THEN 'off'
     ELSE current_setting('synchronous_commit') END, true)"""
 
-# Another relay, or this one once the time is over, takes it again.
-_LEAVE_LANE = f"""
-UPDATE idempotency.lanes SET relayed_until = clock_timestamp() + make_interval(secs => %(seconds)s)
-WHERE (task, ordering_key) = (%(task)s, %(key)s) RETURNING {_UNFLUSHED}
-"""
-
-# Another relay, or this one once the time is over, takes it again.
-_LEAVE_LANE = f"""
-UPDATE idempotency.lanes SET relayed_until = clock_timestamp() + make_interval(secs => %(seconds)s)
-WHERE (task, ordering_key) = (%(task)s, %(key)s) RETURNING {_UNFLUSHED}
-"""
-
 # MATERIALIZED: otherwise the planner may run the locking subquery once per row and lock more than the batch.
 # (SELECT clock_timestamp()): a volatile condition would read the whole index, including delayed rows.
 # By state, never by `id > last`: a slow transaction commits rows with small ids late.
@@ -91,12 +79,17 @@ RETURNING o.id, o.message_id, o.message, o.origin, o.generation, o.refusals, o.r
     NULL AS task, NULL AS ordering_key, {_CONFIRMED_OR_UNFLUSHED}
 """
 
-# Whole lanes are reserved, and their first rows returned, about one batch in total. A lane without rows gives NULLs.
+# Whole lanes are reserved, and their first rows returned, about one batch in total. A lane without rows gives NULLs. Where queues are
+# silent, the first row of each due lane is looked up, to leave out those that begin with a row for one of them.
 _RESERVE_LANES = f"""
 WITH due AS MATERIALIZED (
-    SELECT task, ordering_key FROM idempotency.lanes
+    SELECT task, ordering_key FROM idempotency.lanes l
     WHERE NOT blocked AND available_at <= (SELECT clock_timestamp()) AND service = %(service)s
       AND (relayed_until IS NULL OR relayed_until < clock_timestamp())
+      AND (cardinality(%(silent)s::text[]) = 0 OR (
+          SELECT r.queue <> ALL(%(silent)s::text[]) FROM idempotency.outbox r
+          WHERE r.task = l.task AND r.ordering_key = l.ordering_key AND r.status <> 'published' AND r.place IS NOT NULL
+          ORDER BY r.place, r.id LIMIT 1) IS NOT FALSE)
     ORDER BY available_at LIMIT %(batch)s
     FOR UPDATE SKIP LOCKED
 ), lane AS (
@@ -138,7 +131,7 @@ RETURNING {_UNFLUSHED}
 """
 
 # For rows written without knowing the application's routes: resend needs the name of the queue.
-_NAME_QUEUE = "UPDATE idempotency.outbox SET queue = %(queue)s WHERE message_id = ANY(%(ids)s) AND queue = ''"
+_NAME_QUEUE = "UPDATE idempotency.outbox SET queue = %(queue)s WHERE message_id = ANY(%(ids)s) AND queue <> %(queue)s"
 
 _RETURN_ROWS = f"UPDATE idempotency.outbox o SET relayed_until = NULL {_AS_SENT}"
 
@@ -264,12 +257,14 @@ def reserve_rows(
     return sorted(rows, key=lambda row: row.id)
 
 
-def reserve_lanes(connection: Connection, service: str, *, batch: int, seconds: float) -> Sequence[Row[Any]]:
+def reserve_lanes(
+    connection: Connection, service: str, *, batch: int, seconds: float, silent: Sequence[str] = ()
+) -> Sequence[Row[Any]]:
     """Reserve due lanes that begin with a row of `service` for `seconds`. Returns their first rows, lane by lane.
 
-    `goes`: the row is of `service`, pending and due.
+    Not those that begin with one for a `silent` queue. `goes`: the row is of `service`, pending and due.
     """
-    fields = {"service": service, "batch": batch, "seconds": seconds}
+    fields = {"service": service, "batch": batch, "seconds": seconds, "silent": list(silent)}
     return connection.exec_driver_sql(_RESERVE_LANES, fields).all()
 
 
@@ -279,18 +274,13 @@ def mark_published(connection: Connection, rows: Sequence[Row[Any]]) -> None:
 
 
 def name_queue(connection: Connection, message_ids: Sequence[str], queue: str) -> None:
-    """Set the queue of rows that were sent without one."""
+    """Set the queue of rows that were written without one, or have another one by now."""
     connection.exec_driver_sql(_NAME_QUEUE, {"queue": queue, "ids": message_ids})
 
 
 def give_back(connection: Connection, rows: Sequence[Row[Any]]) -> None:
     """End the reservation of rows that the broker neither confirmed nor refused."""
     connection.exec_driver_sql(_RETURN_ROWS, as_sent(rows))
-
-
-def leave_lane(connection: Connection, lane: Lane, *, seconds: float) -> None:
-    """Let no relay take a lane for so long: its next message is for a queue that does not answer."""
-    connection.exec_driver_sql(_LEAVE_LANE, {"task": lane[0], "key": lane[1], "seconds": seconds})
 
 
 def note_error(connection: Connection, row: Row[Any], error: str, *, delay: float) -> None:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
+from amqp.exceptions import NotFound
 from celery import Celery
 from sqlalchemy import Connection, text
 
@@ -28,7 +29,7 @@ from tests.support import operations as op
 from tests.support.bank import forget_queues
 from tests.support.dead_messages import publish
 from tests.support.processes import eventually
-from tests.support.tasks import enqueued
+from tests.support.tasks import enqueued, transactional
 
 # Seconds.
 CONFIRM_TIMEOUT = 2.0
@@ -121,6 +122,10 @@ def test_what_is_for_others_is_published_meanwhile(
     assert set(statuses(connection).values()) == {"published"}
 
 
+def is_left_alone(relay: Relay, queue: str) -> bool:
+    return relay.publisher.unconfirming.left_alone() == [queue]
+
+
 @pytest.mark.long
 def test_one_message_tries_it_and_no_other_waits_for_long(
     configured: Celery,
@@ -134,20 +139,38 @@ def test_one_message_tries_it_and_no_other_waits_for_long(
     for number in range(3):
         enqueued(connection, bank_module.deposit, f"silent {number}", queue=silent)
     relay.run_once()
-    found = relay.publisher.silent
-    assert found.left_alone() == [silent]
+    assert is_left_alone(relay, silent)
     monkeypatch.setattr(silence, "LEAST_PATIENCE", 0.2)
     monkeypatch.setattr(silence, "SHARE", 0.05)
-    eventually(lambda: not found.left_alone(), what="its pause is over")
+    eventually(lambda: not is_left_alone(relay, silent), what="its pause is over")
     enqueued(connection, bank_module.deposit, "other")
     began = time.monotonic()
     assert relay.run_once().published == 1
     assert time.monotonic() - began < CONFIRM_TIMEOUT
-    assert 2.0 < found.rest(silent) <= 4.0  # twice as long as the first time
+    assert is_left_alone(relay, silent)  # again
     leaders(broker, "resume", silent)
     eventually(published(connection, relay, "silent 2"), what="all are published, once it answers")
     copies = 3 + 3 + 1  # those of the first pass arrive after all, and the one that has tried
     eventually(lambda: 3 <= waiting(configured, silent) <= copies, what="they arrive")
+
+
+@pytest.mark.long
+def test_a_message_that_cannot_be_sent_is_no_try(
+    configured: Celery, silent: str, broker: RabbitMQ, relay: Relay, connection: Connection
+) -> None:
+    leaders(broker, "suspend", silent)
+    for key in ("bad", "good"):
+        enqueued(connection, bank_module.deposit, key, queue=silent)
+    relay.run_once()
+    connection.execute(  # headers beyond a frame, as an earlier version may have stored
+        text("""UPDATE idempotency.outbox SET message = jsonb_set(message::jsonb, '{headers,x}',
+            to_jsonb(repeat('x', 200000)))::text WHERE key = 'bad'""")
+    )
+    eventually(lambda: not is_left_alone(relay, silent), what="its pause is over")
+    assert relay.run_once().failed == 1
+    assert silent in relay.publisher.unconfirming
+    relay.run_once()
+    assert is_left_alone(relay, silent)
 
 
 @pytest.mark.long
@@ -173,13 +196,57 @@ def test_a_lane_waits_for_its_silent_queue_in_its_order_and_holds_up_no_other_la
 
 
 @pytest.mark.long
-def test_a_row_that_was_written_without_its_queue_is_left_alone_too(
+def test_what_is_before_it_in_a_lane_is_sent_to_its_own_queue(
     configured: Celery, silent: str, broker: RabbitMQ, relay: Relay, connection: Connection
+) -> None:
+    leaders(broker, "suspend", silent)
+    enqueued(connection, bank_module.deposit, "any", queue=silent)
+    relay.run_once()
+    assert is_left_alone(relay, silent)
+    with transactional(connection.engine).begin() as own:
+        bank_module.deposit.enqueue(own, "head", ordering_key="l")
+        bank_module.deposit.enqueue(own, "behind it", queue=silent, ordering_key="l")
+        bank_module.deposit.enqueue(own, "last", ordering_key="l")
+    assert relay.run_once().published == 1
+    assert statuses(connection) == {
+        "any": "pending",
+        "head": "published",
+        "behind it": "pending",
+        "last": "pending",
+    }
+    leaders(broker, "resume", silent)
+    eventually(published(connection, relay, "last"), what="the lane goes on, once it answers")
+
+
+@pytest.mark.long
+def test_a_queue_that_only_resend_has_found_silent_is_published_to(
+    configured: Celery, silent: str, broker: RabbitMQ, relay: Relay, connection: Connection
+) -> None:
+    enqueued(connection, bank_module.deposit, "before", queue=silent)
+    assert relay.run_once().published == 1
+    connection.execute(text("UPDATE idempotency.outbox SET published_at = published_at - interval '1 hour'"))
+    leaders(broker, "suspend", silent)
+    assert resend_lost(configured, publisher=relay.publisher).resent == 0
+    leaders(broker, "resume", silent)
+    with transactional(connection.engine).begin() as own:
+        bank_module.deposit.enqueue(own, "head", ordering_key="l")
+        bank_module.deposit.enqueue(own, "behind it", queue=silent, ordering_key="l")
+    eventually(published(connection, relay, "behind it"), what="its lane is published")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("written", ["", "former-name"])
+def test_a_row_that_was_written_without_its_queue_or_with_a_former_name_is_left_alone_too(
+    configured: Celery, silent: str, broker: RabbitMQ, relay: Relay, connection: Connection, written: str
 ) -> None:
     leaders(broker, "suspend", silent)
     for number in range(6):
         enqueued(connection, bank_module.deposit, f"silent {number}", queue=silent)
-    connection.execute(text("UPDATE idempotency.outbox SET queue = ''"))
+    connection.execute(
+        text("""UPDATE idempotency.outbox SET queue = :written, message = jsonb_set(message::jsonb, '{route}',
+            jsonb_build_object('exchange', cast(:queue AS text), 'routing_key', cast(:queue AS text)))::text"""),
+        {"queue": silent, "written": written},
+    )
     enqueued(connection, bank_module.deposit, "other")
     passes = [relay.run_once().published for _ in range(3)]
     assert sum(passes) == 1
@@ -197,8 +264,8 @@ def test_what_others_have_lost_is_found_meanwhile(
             purging.default_channel.queue_purge(each)
     connection.execute(text("UPDATE idempotency.outbox SET published_at = published_at - interval '1 hour'"))
     leaders(broker, "suspend", silent)
-    done = resend_lost(configured, publisher=relay.publisher)
-    assert (done.resent, statuses(connection)) == (1, {"silent": "published", "lost": "pending"})
+    done = [resend_lost(configured, publisher=relay.publisher).resent for _ in range(2)]
+    assert (sum(done), statuses(connection)) == (1, {"silent": "published", "lost": "pending"})
     leaders(broker, "resume", silent)
     eventually(
         lambda: resend_lost(configured, publisher=relay.publisher).resent, what="and its own, once its leader answers"
@@ -255,10 +322,28 @@ def test_a_broker_that_has_gone_is_no_silent_queue(
     assert result == Published()
 
 
-def test_pauses_double_up_to_a_minute_and_an_answer_ends_them() -> None:
+def test_there_is_one_pause_for_all_which_doubles_up_to_a_minute() -> None:
     found = SilentQueues()
-    assert [found.note("a") for _ in range(7)] == [2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0]
-    assert (found.left_alone(), found.rest("b")) == (["a"], 0.0)
-    assert (found.patience("a", usual=30.0), found.patience("b", usual=30.0)) == (10.0, 30.0)
+    assert [found.note("a") for _ in range(3)] == [2.0, 4.0, 8.0]
+    assert found.note("b") == 2.0  # a new one
+    assert [found.note("b", "a") for _ in range(6)] == [4.0, 8.0, 16.0, 32.0, 60.0, 60.0]
+    assert (found.left_alone(), found.patience(usual=30.0), found.patience(usual=5.0)) == (["b", "a"], 10.0, 5.0)
     found.answered("a")
-    assert (found.left_alone(), found.rest("a"), found.note("a")) == ([], 0.0, 2.0)
+    assert (found.left_alone(), "a" in found, "b" in found) == (["b"], False, True)
+    found.answered("b")
+    assert (found.left_alone(), found.note("a")) == ([], 2.0)
+
+
+def test_silent_ones_are_asked_last_and_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, queues = SilentQueues(), ["a", "b", "c", "d"]
+    found.note("b", "a", "gone")
+    assert found.in_turn(queues) == ["c", "d"]
+    monkeypatch.setattr(silence, "FIRST_PAUSE", 0.0)
+    monkeypatch.setattr(silence, "LONGEST_PAUSE", 0.0)
+    found.note("b")
+    assert found.in_turn(queues) == ["c", "d", "a", "b"]
+    found.note("a")
+    assert found.in_turn(queues) == ["c", "d", "b", "a"]
+    with pytest.raises(NotFound), found.noting("b"):
+        raise NotFound  # which is an answer
+    assert found.in_turn(queues) == ["b", "c", "d", "a"]
