@@ -3,7 +3,8 @@
 Celery acknowledges a revoked message without running it, which would leave its record open forever, or leave none at
 all. So a revoked message is delivered with a mark, and its claim fails the operation as `revoked` instead of running
 the body: `on_failed`, the record and the dead letter are one commit, and an operation that has ended stays as it is.
-A revoked duplicate of an operation that runs, or was accepted, under another task id is dropped, and changes nothing.
+A duplicate of an operation that runs, or was accepted, under another task id is dropped if it is revoked or terminated, and
+changes nothing.
 When a running attempt is terminated, its record is marked before the message is acknowledged; the first claim after
 its holder is gone ends it. Without an answer within seconds the message comes back, and this worker remembers the revoke.
 
@@ -26,7 +27,7 @@ from ..attempt import claim
 from ..observe.logs import log
 from ..reasons import REVOKED
 from ..store import claims, ends
-from ..store.answers import Claimed, Completed, Failed
+from ..store.answers import Claimed, Completed, Failed, Foreign, Mismatch, Stale
 from ..store.connections import act_for, make_engine
 from ..wire.headers import MESSAGE_VERSION, REVOKED_HEADER, VERSION_HEADER, all_headers
 from .calls import KeyedTask
@@ -105,13 +106,13 @@ class Request(KeyedRequest):
             self._request_dict["headers"][REVOKED_HEADER] = True
             return
         try:
-            has_ended = revoke_terminated(self._task, self._context)
+            comes_back = revoke_terminated(self._task, self._context)
         except Exception:
             # Not marked, so not acknowledged: the message comes back, and this worker remembers the revoke.
             log.exception("revoke_failed", task=self.name, task_id=self.id)
             self.reject(requeue=True)
         else:
-            if has_ended:  # its operation, before this: the message comes back, and the record answers
+            if comes_back:
                 self.reject(requeue=True)
                 return
         super()._announce_revoked(reason, terminated, signum, expired)
@@ -122,8 +123,9 @@ def _nested(headers: dict[str, Any]) -> dict[str, Any]:
 
 
 def revoke_terminated(task: KeyedTask, context: Any) -> bool:
-    """Mark the operation whose attempt Celery terminates, so that its next claim ends it. Returns whether it has ended already.
+    """Mark the operation whose attempt Celery terminates, so that its next claim ends it.
 
+    Returns whether its message has to come back for what its record answers: the operation has ended, or another call has the key.
     Raises what Postgres, or the lack of its answer, raises: it may be marked all the same.
     """
     runtime, delivery = runtime_of(task.app), delivery_of(task, context)
@@ -136,16 +138,13 @@ def revoke_terminated(task: KeyedTask, context: Any) -> bool:
     )
     with engine.begin() as connection:
         act_for(connection, [delivery.id.tenant])
+        service, also = runtime.settings.service, delivery.also
+        given = (connection, delivery.id, delivery.fingerprint)
+        if claims.is_anothers(*given, delivery.task_id, service=service, also=also):
+            return False
         # The attempt may have been killed before its claim, with no record to be marked.
         answer = claim.ask(runtime, connection, delivery, secrets.token_hex(16))
-        claims.revoke(
-            connection,
-            delivery.id,
-            delivery.fingerprint,
-            service=runtime.settings.service,
-            remembered=False,
-            also=delivery.also,
-        )
+        claims.revoke(*given, service=service, remembered=False, also=also)
         if isinstance(answer, Claimed):
             ends.release(connection, answer, delay=0.0, error=None, give_back=True)
-    return isinstance(answer, Completed | Failed)
+    return isinstance(answer, Completed | Failed | Mismatch | Foreign | Stale)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from celery import Celery
+from celery.app.task import Context
 from sqlalchemy import Connection, Engine, text
 from typing_extensions import TypedDict
 
@@ -18,9 +19,10 @@ from idempotency.operate.release import release
 from idempotency.operate.replay import replay
 from idempotency.operate.resolve import resolve_effect
 from idempotency.wire.headers import REVOKED_HEADER
+from idempotency.worker.revocation import revoke_terminated
 from tests.support import bank as b
 from tests.support import operations as op
-from tests.support.deliveries import Deliveries, deliver_row
+from tests.support.deliveries import Deliveries, deliver_row, request_of
 from tests.support.operations import Entries, Record, code, make_due
 from tests.support.operators import ANN, shown
 from tests.support.tasks import (
@@ -354,3 +356,41 @@ def test_revoking_a_duplicate_leaves_an_operation_between_two_attempts_alone(
     assert record("k").status == "released"
     deliveries.deliver(task, key="k", task_id="first", headers=revoked, origin="retry")
     assert (record("k").status, code(record("k"))[0]) == ("failed", "revoked")
+
+
+def terminated(app: Celery, task: Any, id: str, account: str) -> bool:
+    """As a worker's main process does it, once it has ended the attempt of this message."""
+    return revoke_terminated(task, Context(request_of(app, task, id), args=[account], kwargs={}))
+
+
+def test_terminating_a_duplicate_leaves_an_operation_between_two_attempts_alone(
+    bank: Celery, deliveries: Deliveries, engine: Engine, record: Record
+) -> None:
+    """It may wait for its turn in a batch, or for Postgres, when its process is ended."""
+    fails = [True]
+
+    def body(self: Any, account: str) -> str:
+        if fails:
+            raise ValueError("again")
+        return account
+
+    task = make_task(bank, body, key="{account}")
+    deliveries.deliver(task, "k", task_id="first")
+    make_due(engine, "k")
+    assert not terminated(bank, task, "second", "k")
+    fails.clear()
+    assert deliveries.deliver(task, "k", task_id="first", origin="retry").value == "k"
+    assert record("k").status == "completed"
+
+
+def test_a_terminated_message_whose_key_another_call_has_used_comes_back_and_is_kept(
+    bank: Celery, deliveries: Deliveries, connection: Connection
+) -> None:
+    def body(self: Any, account: str, amount: int = 0) -> str:
+        return account
+
+    task = make_task(bank, body, key="{account}")
+    deliveries.deliver(task, "k", 1, task_id="first")
+    assert terminated(bank, task, "second", "k")
+    deliveries.deliver(task, "k", task_id="second", headers={REVOKED_HEADER: True})
+    assert [letter.reason for letter in op.dead_letters(connection)] == ["fingerprint_mismatch"]
