@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from asyncio import CancelledError
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -261,16 +261,15 @@ class _Batch:
         return done
 
     def _try(self, *, savepoints: bool) -> dict[int, Finished]:
-        id, written = self._id, dict[int, tuple[Any, str]]()
+        id = self._id
         with self._runtime.transaction(id.tenant) as connection:
             crash_point("body.entered")
-            until = time.monotonic() + self._runtime.settings.longest_run
             with metrics.phase(id.task, "body"):
-                for place, attempt in self._attempts.items():
-                    if time.monotonic() > until:
-                        break  # no transaction is to last for much longer: the rest runs alone
-                    if (result := self._run_one(connection, place, attempt, savepoint=savepoints)) is not None:
-                        written[place] = result
+                written = {
+                    place: result
+                    for place, attempt in self._until_it_is_long()
+                    if (result := self._run_one(connection, place, attempt, savepoint=savepoints)) is not None
+                }
             if not written:
                 return {}
             with metrics.phase(id.task, "commit"):
@@ -278,6 +277,14 @@ class _Batch:
         crash_point("finish.committed")
         metrics.completed.labels(id.task).inc(len(written))
         return {place: Finished(self._attempts[place].claim, result) for place, (result, _) in written.items()}
+
+    def _until_it_is_long(self) -> Iterator[tuple[int, SharingAttempt]]:
+        """The attempts that are begun in one transaction: what is left when it has lasted for the longest run is run alone."""
+        until = time.monotonic() + self._runtime.settings.longest_run
+        for place, attempt in self._attempts.items():
+            if time.monotonic() > until:
+                return
+            yield place, attempt
 
     def _run_one(
         self, connection: Connection, place: int, attempt: SharingAttempt, *, savepoint: bool
