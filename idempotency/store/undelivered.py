@@ -14,19 +14,27 @@ from ..wire.keys import OperationId
 from .answers import Busy, Changed, Completed, Failed, Foreign, Mismatch, why_not
 from .ends import FailedEnd
 from .inserting import InsertOrUpdate, insert_or_update
-from .record import KNOWN, OWN, ROW, SETTINGS, idle_ms, is_scheduled, named, unsettled
+from .record import KNOWN, OWN, ROW, SETTINGS, idle_ms, is_open, is_scheduled, named, unsettled
 from .statements import execute
 
+# A row `o` of the outbox that delivers the operation.
+_DELIVERS = f"{ROW} AND {OWN} AND fingerprint = ANY(%(fingerprints)s) AND {unsettled('o')}"
+# One of another message, which no worker has had, or the operation would have begun since it was due. So that waits in its queue, or
+# is lost: then resend sends it again, unless another row covers it (`taken`).
+_IS_UNREAD = f"""{_DELIVERS} AND status = 'published' AND NOT taken AND message_id IS DISTINCT FROM %(message_id)s
+        AND published_at >= coalesce(
+            (SELECT available_at FROM idempotency.records WHERE {ROW} AND status = 'released'), '-infinity')
+        AND NOT EXISTS (SELECT FROM idempotency.dead_letters d WHERE d.outbox_id = o.id AND {is_open("d")})"""
 
-def _elsewhere(besides: str = "") -> str:
+
+def _elsewhere(besides: str = "", unread: str = _IS_UNREAD) -> str:
     """SQL: anything other than this message will deliver the operation.
 
     Resend would send the newest row of the newest generation; this message is only a copy if that is another row, or a row that is
     about to be published again. (A row that a relay has reserved right now, itself or by its lane, is this message: it came back
-    before its confirm was noted.)
+    before its confirm was noted.) It is one, too, if another row is `unread`.
     """
-    rows = f"""idempotency.outbox o
-        WHERE {ROW} AND {OWN} AND fingerprint = ANY(%(fingerprints)s) AND {unsettled("o")} {besides}"""
+    rows = f"idempotency.outbox o WHERE {_DELIVERS} {besides}"
     return f"""(EXISTS (
     SELECT FROM (
         SELECT message_id, status, coalesce(relayed_until, (
@@ -36,7 +44,8 @@ def _elsewhere(besides: str = "") -> str:
     WHERE message_id IS DISTINCT FROM %(message_id)s
        OR status = 'pending' AND (relayed_until IS NULL OR relayed_until < clock_timestamp()))
     OR EXISTS (
-        SELECT FROM {rows} AND status NOT IN ('published', 'failed') AND message_id IS DISTINCT FROM %(message_id)s))"""
+        SELECT FROM {rows} AND status NOT IN ('published', 'failed') AND message_id IS DISTINCT FROM %(message_id)s)
+    OR EXISTS (SELECT FROM idempotency.outbox o WHERE {unread}))"""
 
 
 # A started operation is left to its holder or to recover, whatever its lease. A released one is ended only if it has not
@@ -104,29 +113,33 @@ WHERE NOT EXISTS (SELECT FROM given_up)
 _GIVE_UP, _INSERT, _CHANGE = _GIVEN_UP.statements("given_up", _ENDED, _OR_WHY_NOT, before=_DELIVERIES)
 
 # A copy is acknowledged only after something was flushed, because the record that makes it a copy may not be on disk yet.
-# The row of an earlier generation is settled, so that it does not hide the newer row.
+# Its own row is settled if it would hide what will deliver the operation: a row of a later generation, or one that no worker has had.
+# That one is written to, so that a pass of resend whose snapshot has both rows does not leave it to this one (see `lost.py`).
 _COUNT_COPY = f"""
 WITH counted AS (
     UPDATE idempotency.records SET duplicates = duplicates + 1, updated_at = clock_timestamp()
     WHERE {ROW} AND {OWN} AND fingerprint = ANY(%(fingerprints)s) AND status IN ('started', 'released')
+), unread AS (
+    UPDATE idempotency.outbox o SET taken = false WHERE {_IS_UNREAD} RETURNING 1
 )
 UPDATE idempotency.outbox copy SET settled_at = clock_timestamp()
 WHERE message_id = %(message_id)s AND {unsettled("copy")} AND status = 'published'
-  AND EXISTS (SELECT FROM idempotency.outbox
-              WHERE {ROW} AND {OWN} AND fingerprint = ANY(%(fingerprints)s) AND {unsettled()} AND status <> 'failed'
-                AND generation > copy.generation)
+  AND (EXISTS (SELECT FROM unread)
+       OR EXISTS (SELECT FROM idempotency.outbox o
+                  WHERE {_DELIVERS} AND status <> 'failed' AND generation > copy.generation))
 """
 
 # A call that is enqueued for later is another one: this one comes back before.
 _AT_ONCE = f"AND NOT {is_scheduled('o')}"
 # A valid message that no worker could run, during a deploy perhaps. It comes back later by its own row or by a new one,
-# so that it is never only in the broker. By a new one if its row has an ordering key, or it would block its lane.
+# so that it is never only in the broker. By a new one if its row has an ordering key, or it would block its lane. Another row that
+# is unread makes it no copy here: it comes back, and its own callbacks follow it.
 _PUT_BACK = f"""
 WITH own AS (
     SELECT id FROM idempotency.outbox
     WHERE message_id = %(message_id)s AND {unsettled()} AND status <> 'failed' AND ordering_key IS NULL
 ), free AS (
-    SELECT WHERE NOT {_elsewhere(_AT_ONCE)}
+    SELECT WHERE NOT {_elsewhere(_AT_ONCE, unread="false")}
       AND NOT EXISTS (SELECT FROM idempotency.records WHERE {ROW} AND {OWN}
                       AND fingerprint = ANY(%(fingerprints)s)
                       AND (status <> 'released' OR generation <> %(generation)s::int))

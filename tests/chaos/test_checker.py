@@ -68,6 +68,11 @@ def test_a_clean_run_has_no_violation_and_every_operation_is_somewhere(engine: E
     hand.sql(CLAIM, key="p")  # ends, and is purged
     hand.sql(DEPOSIT, COMPLETE_BRIEFLY, key="p")
     hand.sql(PURGE_ROWS, PURGE, key="p")
+    for statement in (ENQUEUE, ENQUEUE, PUBLISH):  # asked for twice; the second message dies while the first one waits
+        hand.sql(statement, key="s")
+    hand.sql(f"{SETTLE} AND id = (SELECT max(id) FROM idempotency.outbox)", key="s")
+    hand.sql(CLAIM, key="s")
+    hand.sql(DEPOSIT, COMPLETE, key="s")
     accepted = [
         deposited(),
         Accepted("other", OPERATION, "a", rows=(("a", 1),)),
@@ -75,11 +80,12 @@ def test_a_clean_run_has_no_violation_and_every_operation_is_somewhere(engine: E
         deposited("f", rows=None, result=None, failure="no_account"),
         deposited("r", may_fail=frozenset({"no_account"})),
         deposited("p"),
+        deposited("s"),
     ]
     found = findings(engine, *accepted, acts={"g1": 1}, fenced=1)
     assert [str(violation) for violation in found.violations] == []
     counts = found.counts
-    assert (counts.accepted, counts.completed, counts.failed, counts.dead, counts.queued) == (6, 5, 1, 0, 0)
+    assert (counts.accepted, counts.completed, counts.failed, counts.dead, counts.queued) == (7, 6, 1, 0, 0)
     assert (counts.lost, counts.doubled, counts.duplicated, counts.takeovers, counts.fenced) == (0, 0, 1, 2, 1)
 
 
@@ -128,6 +134,12 @@ BROKEN: dict[str, tuple[str, list[tuple[str, ...]], list[Accepted], dict[str, An
     ),
     "an operation that never ends": ("I2", [(CLAIM,), (RELEASE, NEXT), (PUBLISH,)], [deposited()], {}),
     "a row settled before its end": ("I2", [(ENQUEUE,), (PUBLISH,), (SETTLE,), (CLAIM,), (DEPOSIT, COMPLETE)], [], {}),
+    "both rows settled before their end": (
+        "I2",
+        [(ENQUEUE,), (ENQUEUE,), (PUBLISH,), (SETTLE,), (CLAIM,), (DEPOSIT, COMPLETE)],
+        [],
+        {},
+    ),
     "a row committed before its record": ("I3", [(CLAIM,), (DEPOSIT,), (COMPLETE,)], [deposited()], {}),
     "a completion without its row": ("I3", [(CLAIM,), (COMPLETE,)], [deposited()], {}),
     "a body's row in a failing transaction": (

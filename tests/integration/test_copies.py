@@ -14,7 +14,7 @@ from sqlalchemy.orm import Session
 from idempotency.application import runtime_of
 from idempotency.letters.consumer import DeadLetterConsumer
 from idempotency.relay.resend import resend_lost
-from idempotency.store import dead_letters, ends
+from idempotency.store import dead_letters, ends, lost, sweeps
 from idempotency.upkeep import maintenance
 from idempotency.wire.headers import GENERATION_HEADER
 from idempotency.wire.keys import OperationId, fingerprint
@@ -41,6 +41,11 @@ def state(connection: Connection) -> tuple[str, int, int]:
 
 def failures(connection: Connection) -> int:
     return int(connection.execute(text("SELECT count(*) FROM failures")).scalar_one())
+
+
+def an_hour_passes(connection: Connection) -> None:
+    """Since what is published was."""
+    connection.execute(text("UPDATE idempotency.outbox SET published_at = published_at - interval '1 hour'"))
 
 
 def lives(connection: Connection) -> bool:
@@ -165,6 +170,87 @@ def test_of_two_calls_the_first_to_die_leaves_the_other(
     dies(bank, consumer, second)
     assert state(connection) == ("failed", 1, 0)
     assert failures(connection) == 1
+
+
+@pytest.mark.parametrize("release", [op.due, None], ids=["its retry", "its first call"])
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_of_two_calls_the_last_to_be_sent_leaves_what_waits_in_its_queue(
+    bank: Celery,
+    consumer: DeadLetterConsumer,
+    connection: Connection,
+    release: Callable[..., Any] | None,
+    is_lost: bool,
+) -> None:
+    enqueue_deposit()
+    op.sent(connection, ID)
+    if release is not None:
+        release(connection, ID, fingerprint=FINGERPRINT)
+        op.sent(connection, ID)
+    enqueue_deposit()
+    dies(bank, consumer, op.sent(connection, ID))
+    assert lives(connection)
+    if is_lost:
+        an_hour_passes(connection)
+        assert resend_lost(bank).resent == 1
+    assert Deliveries(bank).deliver(b.deposit, "a1", origin="retry").state == "SUCCESS"
+
+
+def test_what_a_worker_has_had_keeps_nothing_from_its_end(
+    bank: Celery, consumer: DeadLetterConsumer, connection: Connection
+) -> None:
+    """The row of the first message stays until the operation has ended, and nothing of it is in the broker."""
+    enqueue_deposit()
+    op.sent(connection, ID)
+    an_hour_passes(connection)
+    op.due(connection, ID, fingerprint=FINGERPRINT)
+    dies(bank, consumer, op.sent(connection, ID))
+    assert state(connection) == ("failed", 1, 1)
+
+
+def test_what_another_row_covers_keeps_nothing_from_its_end(
+    bank: Celery, consumer: DeadLetterConsumer, connection: Connection
+) -> None:
+    enqueue_deposit()
+    op.sent(connection, ID)
+    an_hour_passes(connection)
+    enqueue_deposit()
+    last = op.sent(connection, ID)
+    resend_lost(bank)  # the first one has left its queue
+    assert [row.taken for row in op.outbox(connection, ID)] == [True, False]
+    dies(bank, consumer, last)
+    assert state(connection) == ("failed", 1, 0)
+
+
+def test_a_pass_that_has_seen_both_rows_does_not_leave_the_one_to_the_other(
+    bank: Celery, connection: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other one is settled, once its message has died, while the pass waits between its snapshot and its first row."""
+    enqueue_deposit()
+    op.sent(connection, ID)
+    enqueue_deposit()
+    last = op.sent(connection, ID)
+    consumer = DeadLetterConsumer(bank)
+    die(bank, consumer, headers=headers(**last))
+    connection.execute(
+        text("UPDATE idempotency.outbox SET queue = :queue, published_at = published_at - interval '1 hour'"),
+        {"queue": bank.conf.task_default_queue},
+    )
+    wait = "(SELECT pg_advisory_xact_lock_shared(7)::text IS NOT NULL) AND r.queue = %(queue)s"
+    monkeypatch.setattr(lost, "_JUDGE", lost._JUDGE.replace("r.queue = %(queue)s", wait))
+    monkeypatch.setattr(sweeps, "LOCK_TIMEOUT_MS", 10_000)
+    connection.exec_driver_sql("SELECT pg_advisory_lock(7)")
+    passing = op.in_background(lambda: resend_lost(bank))
+    op.wait_for_a_lock(connection)
+    assert consumer.run_once() == 1
+    consumer.close()
+    connection.exec_driver_sql("SELECT pg_advisory_unlock(7)")
+    assert passing.result(30).resent == 0
+    assert [(row.taken, row.settled_at is not None) for row in op.outbox(connection, ID)] == [
+        (False, False),
+        (False, True),
+    ]
+    monkeypatch.undo()
+    assert resend_lost(bank).resent == 1
 
 
 def test_a_row_that_is_about_to_leave_again_lives(
