@@ -131,6 +131,9 @@ WHERE message_id = %(message_id)s AND {unsettled("copy")} AND status = 'publishe
 
 # A call that is enqueued for later is another one: this one comes back before.
 _AT_ONCE = f"AND NOT {is_scheduled('o')}"
+# Seconds until a message comes back that was refused so often before. The grace is the sum of these pauses: what it has waited for in a
+# backlog, between two deploys perhaps, does not count.
+_PAUSE = "least(%(pause)s * pg_catalog.power(2, least({before}, 20)), %(cap)s)"
 # A valid message that no worker could run, during a deploy perhaps. It comes back later by its own row or by a new one,
 # so that it is never only in the broker. By a new one if its row has an ordering key, or it would block its lane. Another row that
 # is unread makes it no copy here: it comes back, and its own callbacks follow it.
@@ -153,11 +156,10 @@ WITH own AS (
     -- it reached a worker, so resends are counted from 0 again
     SET status = 'pending', origin = 'retry', relayed_until = NULL, taken = false, refusals = refusals + 1, resends = 0,
         first_refused_at = coalesce(first_refused_at, clock_timestamp()), last_error = %(error)s,
-        available_at = clock_timestamp()
-            + make_interval(secs => least(%(pause)s * pg_catalog.power(2, least(refusals, 20)), %(cap)s))
+        available_at = clock_timestamp() + make_interval(secs => {_PAUSE.format(before="refusals")})
     FROM own, in_time
     WHERE o.id = own.id AND {unsettled("o")} AND o.status <> 'failed'
-      AND (first_refused_at IS NULL OR first_refused_at > clock_timestamp() - make_interval(secs => %(grace)s))
+      AND coalesce((SELECT sum({_PAUSE.format(before="n")}) FROM generate_series(0, refusals - 1) n), 0) < %(grace)s
     RETURNING 1
 ), first AS (
     INSERT INTO idempotency.outbox
@@ -231,7 +233,7 @@ def is_known(connection: Connection, id: OperationId) -> bool:
 def put_back(
     connection: Connection, dead: UndeliveredMessage, *, error: str, pause: float, cap: float, grace: float
 ) -> PutBack:
-    """Send a message again after a pause, by its own outbox row or a new one, until `grace` seconds have passed.
+    """Send a message again after a pause, by its own outbox row or a new one, until its pauses make `grace` seconds.
 
     The pause doubles each time from `pause` up to `cap` seconds. `error`: why it was refused, as `error_text` writes it.
     """

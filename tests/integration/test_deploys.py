@@ -69,7 +69,7 @@ def dies(app: Celery, consumer: DeadLetterConsumer, connection: Connection) -> N
 
 
 def past_the_grace(connection: Connection) -> None:
-    connection.execute(text("UPDATE idempotency.outbox SET first_refused_at = first_refused_at - interval '1 hour'"))
+    connection.execute(text("UPDATE idempotency.outbox SET refusals = 66"))  # an hour of pauses
 
 
 # ---------------------------------------------------------------- a task that only newer code knows
@@ -121,6 +121,30 @@ def test_it_comes_back_less_and_less_often_until_the_grace_is_over(
     assert row.status == "failed"
     assert [(letter.reason, letter.generation) for letter in op.dead_letters(connection)] == [("rejected", 1)]
     assert connection.execute(text("SELECT code FROM failures")).scalars().all() == ["rejected"]
+
+
+def test_what_a_message_has_waited_for_in_a_backlog_counts_as_no_grace(
+    bank: Celery, consumer: DeadLetterConsumer, connection: Connection
+) -> None:
+    """Refused in a deploy, then among others for two hours, and refused again in a rollback."""
+    enqueue_deposit()
+    dies(bank, consumer, connection)
+    connection.execute(text("UPDATE idempotency.outbox SET first_refused_at = first_refused_at - interval '2 hours'"))
+    dies(bank, consumer, connection)
+    (row,) = op.outbox(connection, ID)
+    assert (row.status, row.refusals) == ("pending", 2)
+    assert op.dead_letters(connection) == []
+
+
+@pytest.mark.parametrize(("refusals", "is_over"), [(64, False), (65, True)])
+def test_the_grace_is_the_sum_of_the_pauses(
+    bank: Celery, consumer: DeadLetterConsumer, connection: Connection, refusals: int, is_over: bool
+) -> None:
+    """1 + 2 + 4 + 8 + 16 + 32 s and 59 minutes."""
+    enqueue_deposit()
+    connection.execute(text("UPDATE idempotency.outbox SET refusals = :refusals"), {"refusals": refusals})
+    dies(bank, consumer, connection)
+    assert (op.record(connection, ID) is not None) == is_over
 
 
 def test_after_the_grace_an_older_relay_keeps_the_message_as_a_letter(
