@@ -19,8 +19,8 @@ from .statements import execute
 
 # A row `o` of the outbox that delivers the operation.
 _DELIVERS = f"{ROW} AND {OWN} AND fingerprint = ANY(%(fingerprints)s) AND {unsettled('o')}"
-# One of another message, which no worker has had, or the operation would have begun since it was due. So that waits in its queue, or
-# is lost: then resend sends it again, unless another row covers it (`taken`).
+# One of another message, which no worker has had, or the operation would have begun since it was due. So that waits in its
+# queue, or is lost: then resend sends it again, unless another row covers it (`taken`).
 _IS_UNREAD = f"""{_DELIVERS} AND status = 'published' AND NOT taken AND message_id IS DISTINCT FROM %(message_id)s
         AND published_at >= coalesce(
             (SELECT available_at FROM idempotency.records WHERE {ROW} AND status = 'released'), '-infinity')
@@ -113,8 +113,8 @@ WHERE NOT EXISTS (SELECT FROM given_up)
 _GIVE_UP, _INSERT, _CHANGE = _GIVEN_UP.statements("given_up", _ENDED, _OR_WHY_NOT, before=_DELIVERIES)
 
 # A copy is acknowledged only after something was flushed, because the record that makes it a copy may not be on disk yet.
-# Its own row is settled if it would hide what will deliver the operation: a row of a later generation, or one that no worker has had.
-# That one is written to, so that a pass of resend whose snapshot has both rows does not leave it to this one (see `lost.py`).
+# Its own row is settled if it would hide what will deliver the operation: a row of a later generation, or one that no worker
+# has had. That one is written to, so that a pass of resend whose snapshot has both rows does not leave it to this one (`lost.py`).
 _COUNT_COPY = f"""
 WITH counted AS (
     UPDATE idempotency.records SET duplicates = duplicates + 1, updated_at = clock_timestamp()
@@ -131,8 +131,8 @@ WHERE message_id = %(message_id)s AND {unsettled("copy")} AND status = 'publishe
 
 # A call that is enqueued for later is another one: this one comes back before.
 _AT_ONCE = f"AND NOT {is_scheduled('o')}"
-# Seconds until a message comes back that was refused so often before. The grace is the sum of these pauses: what it has waited for in a
-# backlog, between two deploys perhaps, does not count.
+# Seconds until a message comes back that was refused so often before. The grace is the sum of these pauses: what it has
+# waited for in a backlog, between two deploys perhaps, does not count.
 _PAUSE = "least(%(pause)s * pg_catalog.power(2, least({before}, 20)), %(cap)s)"
 # A valid message that no worker could run, during a deploy perhaps. It comes back later by its own row or by a new one,
 # so that it is never only in the broker. By a new one if its row has an ordering key, or it would block its lane. Another row that
