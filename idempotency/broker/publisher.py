@@ -132,7 +132,7 @@ class Publisher(BrokerChannel):
                     result.refuse(id, refusal)
             for queue, (id, message) in plan.tries.items():
                 assert self._broker is not None
-                tries[queue] = Confirms(self._broker.channel(), are_given=True)
+                tries[queue] = Confirms(self._broker.channel(), are_given=self._confirms)
                 if (refusal := self._send(tries[queue], id, message)) is not None:
                     result.refuse(id, refusal)
             crash_point("relay.published")

@@ -86,7 +86,7 @@ WITH due AS MATERIALIZED (
     SELECT task, ordering_key FROM idempotency.lanes l
     WHERE NOT blocked AND available_at <= (SELECT clock_timestamp()) AND service = %(service)s
       AND (relayed_until IS NULL OR relayed_until < clock_timestamp())
-      AND (cardinality(%(silent)s::text[]) = 0 OR (
+      AND (%(silent)s::text[] = '{{}}' OR (
           SELECT r.queue <> ALL(%(silent)s::text[]) FROM idempotency.outbox r
           WHERE r.task = l.task AND r.ordering_key = l.ordering_key AND r.status <> 'published' AND r.place IS NOT NULL
           ORDER BY r.place, r.id LIMIT 1) IS NOT FALSE)
