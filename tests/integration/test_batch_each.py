@@ -113,9 +113,9 @@ def test_those_after_a_soft_time_limit_come_again_and_are_not_counted(bank: Cele
         entered.append(account)
         put(self, account)
         if account == "e1":
-            time.sleep(1.1)
+            time.sleep(3.1)
 
-    task = each(bank, body, soft_time_limit=1.0)
+    task = each(bank, body, soft_time_limit=3.0)
     results = run(bank, task, *many(bank, task, 4))
     assert [result is None for result in results] == [False, False, True, True]
     assert entered == ["e0", "e1"]
