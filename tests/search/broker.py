@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import count
 
 from idempotency.broker.batch import Published, Refusal
+from idempotency.broker.silence import SilentQueues
 from idempotency.wire.headers import ORIGIN_HEADER, OUTBOX_HEADER
 from idempotency.wire.message import Message
 from tests.search import application
@@ -37,6 +38,7 @@ class Broker:
         self.ready: deque[Envelope] = deque()
         self.dead: deque[tuple[Envelope, str]] = deque()  # and why it died
         self._numbers = count(1)
+        self.unconfirming = SilentQueues()
 
     def put(self, message: Message) -> Envelope:
         touched("w:queues")
