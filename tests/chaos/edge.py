@@ -16,6 +16,7 @@ from pydantic import BaseModel
 from sqlalchemy.orm import Session
 
 from idempotency.application import runtime_of
+from idempotency.errors import StoredRefusal
 from idempotency.http import IdempotencyMiddleware
 from idempotency.http.asgi import Scope
 from idempotency.http.attempt import RequestAttempt
@@ -28,6 +29,8 @@ TENANT_HEADER = "x-tenant"
 # What becomes of a deposit; answered 201 unless it is refused.
 Kind = Literal["plain", "paid", "refused", "broken"]
 REFUSAL = 422
+# What a paid one is answered if the provider has refused it for good.
+DECLINED = 402
 # Below the directory of all processes' crash points: what is planned there is for these servers.
 CRASHES = "edge"
 
@@ -44,7 +47,10 @@ def work(attempt: RequestAttempt, session: Session, deposit: Deposit) -> dict[st
     """What a deposit does, in the attempt's thread or in a thread of the framework."""
     if deposit.kind == "paid":
         url = f"{deposit.url}/steady"
-        attempt.effect("pay", application.pay, url, deposit.amount, reconcile=application.find)
+        try:
+            attempt.effect("pay", application.pay, url, deposit.amount, reconcile=application.find)
+        except StoredRefusal as refusal:  # of a key that it has closed; raised, it would be raised again without end
+            raise HTTPException(DECLINED, refusal.code) from None
     row: dict[str, Any] = {"account": deposit.account, "amount": deposit.amount}
     session.execute(application.INSERT, row)
     application.accept(session, tenant=attempt.tenant, task=EDGE, key=attempt.key, **row)

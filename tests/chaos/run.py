@@ -31,8 +31,9 @@ from tests.chaos.attacks import ATTACKS
 from tests.chaos.books import UNFINISHED, UNKNOWN, process_of
 from tests.chaos.checker import Counts, Evidence, Findings, Id, Violation, check
 from tests.chaos.checks.forged import REASONS as FORGED
-from tests.chaos.edge import CRASHES
+from tests.chaos.edge import CRASHES, DECLINED
 from tests.chaos.evidence import EDGE as EDGE_TASK
+from tests.chaos.evidence import Accepted
 from tests.chaos.expected import expected
 from tests.chaos.faults import FAULTS
 from tests.chaos.fleet import EDGE, Fleet
@@ -46,7 +47,7 @@ from tests.chaos.provider import FAULTS as PROVIDER_FAULTS
 from tests.chaos.provider import Provider
 from tests.chaos.report import LONG, Report, unproved
 from tests.chaos.requests import STRUCK as REQUESTS_STRUCK
-from tests.chaos.requests import Requests
+from tests.chaos.requests import Request, Requests
 from tests.chaos.scene import Missed, Scene
 from tests.chaos.shop import Shop
 from tests.chaos.traffic import TENANTS, Traffic
@@ -367,14 +368,19 @@ class _Stage:
 
     # ------------------------------------------------------------ the verdict
 
+    def _asked(self, id: Id, request: Request) -> Accepted:
+        """What a request is to come to. A client may be told that its payment was declined; then the provider must not have acted."""
+        answers = self.requests.answers.get(id, [])
+        whole = replace(expected(*id, request.account, request.amount), once_claimed=not answers)
+        if request.kind == "paid" and any(answer.status == DECLINED for answer in answers):
+            return replace(whole, rows=(), acts=0, status=DECLINED)
+        return whole
+
     def check(self, open_work: Sequence[str]) -> Findings:
         """Read the ledgers; nothing is running any more. `open_work` is what did not come to an end in its time: each a violation."""
         accepted = submitted(self.engine)
         # a refused request has left no row that accepts it, and one that was never answered may have no record
-        asked = [
-            replace(expected(*id, request.account, request.amount), once_claimed=id not in self.requests.answers)
-            for id, request in self.requests.sent.items()
-        ]
+        asked = [self._asked(id, request) for id, request in self.requests.sent.items()]
         findings = check(
             Evidence(
                 self.engine,

@@ -395,6 +395,14 @@ def test_a_refused_effect_is_a_plain_answer(edge: Edge) -> None:
     assert (first.status_code, second.status_code, edge.letters(key)) == (402, 402, [])
 
 
+def test_a_refusal_that_the_handler_lets_out_is_raised_again_without_another_call(edge: Edge) -> None:
+    key, provider = new_key(), Provider()
+    answers = post(with_effects(edge, lambda attempt: attempt.effect("charge", provider.refuse)), key, times=3)
+    assert ([each.status_code for each in answers], len(provider.keys)) == ([500] * 3, 1)
+    record: Any = edge.record(key)
+    assert (record.status, record.attempts) == ("released", 3)
+
+
 def test_an_effect_whose_outcome_stays_unknown_is_left_to_a_person(edge: Edge) -> None:
     """Its provider has forgotten the key: whatever the handler answers, the operation ends as effect_unknown."""
     key, provider = new_key(), Provider(fails=1)
