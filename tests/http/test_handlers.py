@@ -396,9 +396,14 @@ def test_a_refused_effect_is_a_plain_answer(edge: Edge) -> None:
 
 
 def test_a_refusal_that_the_handler_lets_out_is_raised_again_without_another_call(edge: Edge) -> None:
-    key, provider = new_key(), Provider()
-    answers = post(with_effects(edge, lambda attempt: attempt.effect("charge", provider.refuse)), key, times=3)
-    assert ([each.status_code for each in answers], len(provider.keys)) == ([500] * 3, 1)
+    key, calls = new_key(), []
+
+    def refuse(*, idempotency_key: str) -> None:
+        calls.append(idempotency_key)
+        raise PermanentError("declined", "card_declined")
+
+    answers = post(with_effects(edge, lambda attempt: attempt.effect("charge", refuse)), key, times=3)
+    assert ([each.status_code for each in answers], len(calls)) == ([500] * 3, 1)
     record: Any = edge.record(key)
     assert (record.status, record.attempts) == ("released", 3)
 
