@@ -94,3 +94,34 @@ def test_the_page_of_states_lists_every_crash_point_and_no_other() -> None:
     page = (ROOT / "docs" / "states.md").read_text()
     listed = set(re.findall(r"`(\w+(?:\.\w+)?)`", page[page.index("\nCrash points are ") :].partition("\n\n")[0]))
     assert listed == passed
+
+
+# Rows that say in a few words what a folder has, on purpose.
+SUMMED_UP = {"cli", "operate", "web"}
+
+
+def modules_and_words() -> dict[str, tuple[set[str], set[str]]]:
+    """Of each folder of the library that has a row in ARCHITECTURE: its modules, and what the row names."""
+    rows = re.findall(r"^\| `([\w/]+)/` \| (.*) \|$", (ROOT / "ARCHITECTURE.md").read_text(), re.MULTILINE)
+    return {
+        folder: (
+            {path.stem for path in (ROOT / "idempotency" / folder).glob("*.py")} - {"__init__"},
+            set(re.findall(r"`(\w+)`", row)),
+        )
+        for folder, row in rows
+    }
+
+
+def test_every_folder_of_the_library_has_a_row_of_the_map() -> None:
+    folders = {
+        str(path.parent.relative_to(ROOT / "idempotency")) for path in (ROOT / "idempotency").rglob("__init__.py")
+    }
+    inner = {"contrib", *(each for each in folders if re.search(r"(migrations|management)", each))}
+    assert folders - {"."} - inner == set(modules_and_words())
+
+
+@pytest.mark.parametrize("folder", sorted(modules_and_words().keys() - SUMMED_UP))
+def test_the_row_of_a_folder_names_each_of_its_modules(folder: str) -> None:
+    modules, words = modules_and_words()[folder]
+    assert modules
+    assert modules - words == set()
