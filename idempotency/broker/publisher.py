@@ -34,6 +34,9 @@ from .channel import BROKER_ERRORS, BrokerChannel
 from .confirms import Confirms
 from .silence import SilentQueues
 
+# Seconds to wait for the confirms of a batch. A queue that gives none by then is left alone (`broker/silence.py`); the broker counts
+# as unavailable only if it takes no new connection.
+CONFIRM_TIMEOUT = 10.0
 # Bytes of the headers' frame that are not headers: the frame's own, and nine properties of at most 256 each.
 _BESIDE_HEADERS = 4096
 _OF_NO_MESSAGE = (SoftTimeLimitExceeded, *BROKER_ERRORS)
@@ -51,7 +54,7 @@ class _Plan:
 
 
 class Publisher(BrokerChannel):
-    """Publishes with confirms over a separate channel. `confirm_timeout`: seconds to wait for those of a batch.
+    """Publishes with confirms over its own connection. `confirm_timeout`: seconds to wait for the confirms of one batch.
 
     Every message is signed with the first of the `secrets`, if there are any. `first_published`: when what is copied was,
     in seconds since 1970; None: these messages are no copies.

@@ -24,7 +24,7 @@ from sqlalchemy.exc import OperationalError
 from ..application import runtime_of
 from ..attempt.runtime import Runtime
 from ..broker.batch import REFUSAL_LIMIT, Published, Refusal
-from ..broker.publisher import Publisher
+from ..broker.publisher import CONFIRM_TIMEOUT, Publisher
 from ..errors import BrokerUnavailable
 from ..observe import metrics
 from ..observe.crash_points import crash_point
@@ -41,10 +41,9 @@ from .tracing import trace_published
 
 # Rows per pass: enough to pipeline confirms, few enough that a killed relay delays little.
 BATCH = 200
-# How long other relays leave a reserved row alone, in seconds: longer than a batch of confirms ever takes.
+# How long other relays leave a reserved row alone, in seconds: longer than a batch usually takes. If one takes longer, another
+# relay publishes its rows as well, which the record absorbs.
 RESERVATION = 30.0
-# A broker that does not confirm within this time counts as unavailable.
-CONFIRM_TIMEOUT = 10.0
 # How long to wait for a NOTIFY before looking anyway.
 POLL = 0.5
 # After a partial batch, wait a moment for more rows: a pass costs the same for one row as for a hundred.
@@ -62,7 +61,8 @@ class Relayed:
     """The result of one pass."""
 
     published: int
-    failed: int
+    # Most of them are tried again.
+    refused: int
     broker_unavailable: bool = False
 
 

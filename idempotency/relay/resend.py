@@ -21,7 +21,7 @@ from sqlalchemy.exc import DBAPIError
 
 from ..application import runtime_of
 from ..attempt.runtime import Runtime
-from ..broker.publisher import Publisher
+from ..broker.publisher import CONFIRM_TIMEOUT, Publisher
 from ..errors import BrokerUnavailable
 from ..observe import metrics
 from ..observe.logs import log
@@ -60,7 +60,7 @@ def resend_lost(
         settled = lost.settle(connection)
         if depth is not None:
             return _resend_by_count(runtime, connection, depth, settled)
-        own = publisher or Publisher(app, confirm_timeout=10.0, secrets=runtime_of(app).settings.message_secrets)
+        own = publisher or Publisher(app, confirm_timeout=CONFIRM_TIMEOUT, secrets=runtime.settings.message_secrets)
         try:
             if own.is_fifo():
                 found, resent = _resend_fifo(app, runtime, connection, own)

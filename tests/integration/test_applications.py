@@ -139,7 +139,7 @@ def test_a_relay_declares_no_queue_that_its_application_does_not_have(
     enqueue(orders, PLACE, "o1", queue=new)
     try:
         relay = Relay(older)
-        assert relay.run_once().failed == 1  # before the deploy has reached it
+        assert relay.run_once().refused == 1  # before the deploy has reached it
         assert relay.run_once().published == 0
         relay.close()
         assert new not in older.amqp.queues

@@ -271,7 +271,7 @@ def test_events_for_a_missing_exchange_cost_the_relay_few_connections(
             publish(own, "order.paid", {"order": number}, exchange="misspelt", app=bank)
         b.deposit.enqueue(own, "a1")
     relay = Relay(bank)
-    assert relay.run_once() == Relayed(published=0, failed=200)
+    assert relay.run_once() == Relayed(published=0, refused=200)
     # the events are due again after a second, which the first pass may have taken
     assert relay.run_once().published == 1
     relay.close()

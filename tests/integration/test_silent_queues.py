@@ -167,7 +167,7 @@ def test_a_message_that_cannot_be_sent_is_no_try(
             to_jsonb(repeat('x', 200000)))::text WHERE key = 'bad'""")
     )
     eventually(lambda: not is_left_alone(relay, silent), what="its pause is over")
-    assert relay.run_once().failed == 1
+    assert relay.run_once().refused == 1
     assert silent in relay.publisher.unconfirming
     relay.run_once()
     assert is_left_alone(relay, silent)

@@ -102,7 +102,7 @@ def test_a_row_that_no_broker_takes_does_not_outlive_its_cancelled_operation(
     gone()
     refused(connection, unpublished.REFUSALS)
     resend_lost(bank)
-    assert relay.run_once().failed == 1  # as long as its operation has not ended
+    assert relay.run_once().refused == 1  # as long as its operation has not ended
     cancel(bank, read(connection, ID, op.SERVICE), ANN)
     discard_letters(connection)
     with pytest.raises(ChangeRefused, match="has not been delivered; try again later"):
@@ -110,7 +110,7 @@ def test_a_row_that_no_broker_takes_does_not_outlive_its_cancelled_operation(
     make_due(connection)
     resend_lost(bank)
     assert statuses(connection) == [("published", True)]
-    assert relay.run_once().failed == 0
+    assert relay.run_once().refused == 0
     assert alarms.news(connection, op.SERVICE, "log", interval=60.0, most=100, repeat=3600.0).stuck == 0
     erase(bank, ID, ANN)
 
@@ -125,7 +125,7 @@ def test_a_second_call_that_no_broker_takes_outlives_the_end_by_an_hour(
     refused(connection, times)
     resend_lost(bank)
     assert statuses(connection) == [("published", True) if settled else ("pending", False)]
-    assert relay.run_once().failed == (not settled)
+    assert relay.run_once().refused == (not settled)
 
 
 def test_what_is_given_up_keeps_its_record_as_long_as_what_was_published(

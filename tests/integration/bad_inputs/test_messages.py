@@ -172,7 +172,7 @@ def test_what_the_broker_does_not_accept_fails_and_the_others_flow(
     for key, value in (("before", "x"), ("too large", SECRET * (size // len(SECRET))), ("after", "x")):
         enqueued(connection, b.returning, value, idempotency_key=key)
     flowed = relay_of.run_once()
-    assert (flowed.published, flowed.failed, flowed.broker_unavailable) == (2, 1, False)
+    assert (flowed.published, flowed.refused, flowed.broker_unavailable) == (2, 1, False)
     for _ in range(3):
         make_due(connection)
         assert relay_of.run_once() == Relayed(0, 1)
