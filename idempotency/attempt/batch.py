@@ -1,7 +1,7 @@
 """Many first attempts of one task, claimed by one statement; and, if they are to, run and completed in one transaction.
 
-    answers = claim_together(runtime, deliveries, tokens, turn)
-    answers = run_together(runtime, deliveries, tokens, policy, body, ends_at, turn)
+    answers = claim_together(runtime, deliveries, tokens, clock)
+    answers = run_together(runtime, deliveries, tokens, policy, body, ends_at, clock)
 
 Claimed together are operations that have no record yet, and those that have been completed are answered; the caller runs
 each claim by `run`, in a transaction of its own. Only what is plain is run together: bodies that write to their session and
@@ -23,10 +23,11 @@ from typing import Any
 
 from billiard.exceptions import SoftTimeLimitExceeded
 from sqlalchemy import Connection
-from sqlalchemy.exc import DBAPIError, IntegrityError
+from sqlalchemy.exc import DBAPIError, IntegrityError, SQLAlchemyError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from .. import objects
+from ..errors import LeaseLost
 from ..framework import Framework, framework
 from ..observe import metrics
 from ..observe.crash_points import crash_point
@@ -37,7 +38,7 @@ from ..store.statements import describe
 from ..wire.delivery import Delivery
 from ..wire.keys import OperationId
 from .endings import Finished, is_for_anothers_lock
-from .heartbeat import Holding, Turn
+from .heartbeat import Holding, RunClock
 from .policy import Policy
 from .runtime import Runtime
 from .sharing import SharingAttempt, run_within
@@ -56,7 +57,7 @@ class BatchAnswer:
     completed: Completed | None = None
     # It is claimed, and the heartbeat renews this until it is run or given up.
     holding: Holding | None = None
-    # The claiming statement, or the commit of the batch, had no answer: its record has to be asked.
+    # Not known whether it is claimed or has ended: not asked yet, no answer, or an error. Its record has to be asked.
     is_in_doubt: bool = False
 
     @property
@@ -80,12 +81,12 @@ def run_together(
     policy: Policy,
     body: BatchBody,
     ends_at: float,
-    turn: Turn,
+    clock: RunClock,
 ) -> list[BatchAnswer]:
     """Claim, run and commit these deliveries of one task and tenant, with keys that differ; one answer for each.
 
-    Each is claimed under its token. `ends_at`: by the monotonic clock; nothing is begun or committed after it. `turn` begins with
-    each body, so the longest run is that of one of them; once their sum is longer, the rest runs alone.
+    Each is claimed under its token. `ends_at`: by the monotonic clock; nothing is begun or committed after it. `clock` is
+    restarted with each body, so the longest run is that of one of them; once their sum is longer, the rest runs alone.
 
     Raises what ends the process, and `SoftTimeLimitExceeded`, also for that: the caller gives back then what is claimed under the
     tokens. Whatever else goes wrong, they are run alone.
@@ -98,13 +99,13 @@ def run_together(
 
     def hold(claim: Claimed) -> None:
         place = places[claim.id.key]
-        attempts[place] = SharingAttempt(runtime, claim, deliveries[place], policy, turn)
+        attempts[place] = SharingAttempt(runtime, claim, deliveries[place], policy, clock)
 
     try:
         if type(framework()) is Framework:  # a framework's own connection is in one session at a time
             completed = _claim_or_answer(runtime, deliveries, tokens, hold)
             what = "batch_not_committed"
-            done = _Batch(runtime, dict(sorted(attempts.items())), policy, body, ends_at, turn).run()
+            done = _Batch(runtime, dict(sorted(attempts.items())), policy, body, ends_at, clock).run()
         else:
             metrics.batches.labels(task, "alone").inc()
     except SoftTimeLimitExceeded:
@@ -112,7 +113,7 @@ def run_together(
     except Exception as error:
         is_in_doubt = True  # its COMMIT may have succeeded: the records know, and each delivery asks its own
         metrics.batches.labels(task, "alone").inc()
-        log.warning(what, task=task, many=len(deliveries), error=describe(error))
+        _note_failed(what, deliveries, error)
     finally:
         for attempt in attempts.values():
             attempt.close()
@@ -130,18 +131,18 @@ def run_together(
 
 
 def claim_together(
-    runtime: Runtime, deliveries: Sequence[Delivery], tokens: Sequence[str], turn: Turn
+    runtime: Runtime, deliveries: Sequence[Delivery], tokens: Sequence[str], clock: RunClock
 ) -> list[BatchAnswer]:
     """Claim these deliveries of one task and tenant, with keys that differ, to be run one after the other.
 
-    The heartbeat renews the claims of those that wait, for the longest run from each beginning of `turn`. Raises as
+    The heartbeat renews the claims of those that wait, for the longest run from each restart of `clock`. Raises as
     `run_together` does; whatever else goes wrong, claims that are not known to have been made are made one by one.
     """
     completed: dict[str, Completed] = {}
     holdings: dict[str, Holding] = {}
 
     def hold(claim: Claimed) -> None:
-        holdings[claim.id.key] = holding = Holding(claim, claim.fingerprint, runtime.settings.lease, turn)
+        holdings[claim.id.key] = holding = Holding(claim, claim.fingerprint, runtime.settings.lease, clock)
         runtime.heartbeat.hold(holding)
 
     ran, is_in_doubt = "each", False
@@ -151,7 +152,7 @@ def claim_together(
         raise
     except Exception as error:
         ran, is_in_doubt = "alone", True
-        log.warning("batch_not_claimed", task=deliveries[0].id.task, many=len(deliveries), error=describe(error))
+        _note_failed("batch_not_claimed", deliveries, error)
     if holdings or is_in_doubt:  # else nothing is left to run
         metrics.batches.labels(deliveries[0].id.task, ran).inc()
     return [
@@ -210,6 +211,13 @@ def _claim_or_answer(
     return completed
 
 
+def _note_failed(what: str, deliveries: Sequence[Delivery], error: Exception) -> None:
+    if isinstance(error, SQLAlchemyError | LeaseLost):
+        log.warning(what, task=deliveries[0].id.task, many=len(deliveries), error=describe(error))
+    else:  # a defect, of this library or of a body that has spoilt the transaction
+        log.exception(what, task=deliveries[0].id.task, many=len(deliveries))
+
+
 class _Batch:
     def __init__(
         self,
@@ -218,10 +226,10 @@ class _Batch:
         policy: Policy,
         body: BatchBody,
         ends_at: float,
-        turn: Turn,
+        clock: RunClock,
     ) -> None:
         self._ends_at = ends_at
-        self._turn = turn
+        self._clock = clock
         self._runtime = runtime
         self._attempts = attempts
         self._policy = policy
@@ -291,7 +299,7 @@ class _Batch:
     ) -> tuple[Any, str] | None:
         """Run a body behind what the others wrote. Returns its result, also as text; None: it cannot stay, and nothing of it does."""
         self._check_time()
-        self._turn.begin()
+        self._clock.restart()
         try:
             body = partial(self._body, place)
             return run_within(self._runtime, connection, attempt, body, savepoint=savepoint)

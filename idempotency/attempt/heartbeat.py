@@ -17,14 +17,14 @@ from .hints import Hints
 
 
 @dataclass(slots=True)
-class Turn:
-    """What the longest run of the claims of one job is counted from: the body that runs, or what is done before it, has just begun."""
+class RunClock:
+    """Since when `max_run` counts, for all claims of one job. Restarted with each body, and while the job waits for Postgres."""
 
-    began_at: float = field(default_factory=time.monotonic)
+    started_at: float = field(default_factory=time.monotonic)
 
-    def begin(self) -> None:
-        """Count from now for all of them."""
-        self.began_at = time.monotonic()
+    def restart(self) -> None:
+        """Count from now."""
+        self.started_at = time.monotonic()
 
 
 @dataclass(slots=True, eq=False)
@@ -35,7 +35,7 @@ class Holding:
     fingerprint: str
     lease: float
     # of a claim that waits in a batch, or shares its transaction
-    turn: Turn | None = None
+    clock: RunClock | None = None
     since: float = field(init=False)
     renewed_at: float = field(init=False)
     taken: bool = False
@@ -44,9 +44,9 @@ class Holding:
         self.since = self.renewed_at = self.claim.asked_at
 
     @property
-    def begun_at(self) -> float:
-        """What the longest run is counted from."""
-        return self.since if self.turn is None else self.turn.began_at
+    def run_started_at(self) -> float:
+        """Since when `max_run` counts."""
+        return self.since if self.clock is None else self.clock.started_at
 
     @property
     def is_renewed(self) -> bool:
@@ -63,7 +63,7 @@ class Holding:
 
 
 class Heartbeat:
-    """Renews all leases of a process from one thread, every `interval` seconds, Postgres first.
+    """Renews all leases of a process from one thread, Postgres first. `lease`, `interval` and `longest_run` in seconds.
 
     Only Postgres can say that a lease is held or lost. Without an answer for a whole lease, by the monotonic clock, it
     counts as lost. A short attempt ends before its first renewal.
@@ -123,7 +123,7 @@ class Heartbeat:
         now = time.monotonic()
         renewable = []
         for holding in holdings:
-            if now - holding.begun_at < self._longest_run:
+            if now - holding.run_started_at < self._longest_run:
                 renewable.append(holding)
             elif not holding.taken:
                 self.lose(holding, "max_run")

@@ -19,7 +19,7 @@ from kombu.serialization import prepare_accept_content
 
 from ..application import runtime_of
 from ..attempt.giving_back import give_back
-from ..attempt.heartbeat import Turn
+from ..attempt.heartbeat import RunClock
 from ..attempt.policy import Policy
 from ..observe.logs import log
 from .prepared import BUDGET, Prepared, prepare, prepared_in
@@ -34,7 +34,7 @@ Call = tuple[str, dict[str, Any], Any, str | None, str | None]
 Traced = tuple[int, Any, float]
 # A message's id, headers and decoded body.
 Decoded = tuple[str, dict[str, Any], Any]
-# Of the job's first time limit: after this share no message is begun, for the pool's clock started before ours.
+# Of the job's shorter time limit: after this share no message is begun, for the pool's clock started before ours.
 BEGIN_WITHIN = 0.9
 
 
@@ -43,7 +43,7 @@ def run_batch(
 ) -> list[Traced | None]:
     """Run these messages of a task, together where that is possible, and trace each. Returns that; None: a message comes again.
 
-    `limit`: the job's first time limit, in seconds; None: it has none.
+    `limit`: the job's shorter time limit, in seconds; None: it has none.
     """
     app = current_app._get_current_object()
     task, accept = app.tasks[name], prepare_accept_content(app.conf.accept_content)
@@ -53,16 +53,16 @@ def run_batch(
         for id, request, body, content_type, encoding in calls
     ]
     results: list[Traced | None] = [None] * len(calls)
-    turn = Turn()
-    budget = Budget(limit, while_waiting=turn.begin)
+    clock = RunClock()
+    budget = Budget(limit, while_waiting=clock.restart)
     for _, request, _ in decoded:
         request[BUDGET] = budget
     try:
         with suppress(SoftTimeLimitExceeded):
-            if not is_stopping() and not _try_to_prepare(task, decoded, ends_at, turn):
+            if not is_stopping() and not _try_to_prepare(task, decoded, ends_at, clock):
                 return results
             for place in _in_order(decoded, ends_at):
-                turn.begin()
+                clock.restart()
                 id, request, body = decoded[place]
                 results[place] = _traced(
                     trace, name, id, request, calls[place][2:] if body is None else (body, None, None)
@@ -81,10 +81,12 @@ def run_batch(
     return results
 
 
-def _try_to_prepare(task: IdempotentTask[..., Any], decoded: Sequence[Decoded], ends_at: float, turn: Turn) -> bool:
+def _try_to_prepare(
+    task: IdempotentTask[..., Any], decoded: Sequence[Decoded], ends_at: float, clock: RunClock
+) -> bool:
     """Returns False if not one of them can be looked at now: all messages come again."""
     try:
-        prepare(task, [(request, body) for _, request, body in decoded if body is not None], ends_at, turn)
+        prepare(task, [(request, body) for _, request, body in decoded if body is not None], ends_at, clock)
     except SoftTimeLimitExceeded:
         raise
     except Exception:

@@ -20,7 +20,7 @@ from celery.app.task import Context
 
 from ..application import runtime_of
 from ..attempt.batch import BatchAnswer, claim_together, run_together
-from ..attempt.heartbeat import Turn
+from ..attempt.heartbeat import RunClock
 from ..attempt.policy import Policy
 from ..attempt.run import Outcome
 from ..attempt.runtime import Runtime
@@ -107,7 +107,7 @@ class _Member(NamedTuple):
 
 
 def prepare(
-    task: IdempotentTask[..., Any], calls: Sequence[tuple[dict[str, Any], Any]], ends_at: float, turn: Turn
+    task: IdempotentTask[..., Any], calls: Sequence[tuple[dict[str, Any], Any]], ends_at: float, clock: RunClock
 ) -> None:
     """Claim what is plain, and run it if it commits together; note in each request what came of it."""
     runtime = runtime_of(task.app)
@@ -115,8 +115,8 @@ def prepare(
     for _, of_tenant in groupby(_plain(task, calls), key=lambda each: each.delivery.id.tenant):
         if is_stopping():
             return
-        turn.begin()
-        _prepare_tenant(task, runtime, policy, list(of_tenant), ends_at, turn)
+        clock.restart()
+        _prepare_tenant(task, runtime, policy, list(of_tenant), ends_at, clock)
 
 
 def _plain(task: IdempotentTask[..., Any], calls: Sequence[tuple[dict[str, Any], Any]]) -> list[_Member]:
@@ -148,7 +148,7 @@ def _prepare_tenant(
     policy: Policy,
     members: Sequence[_Member],
     ends_at: float,
-    turn: Turn,
+    clock: RunClock,
 ) -> None:
     deliveries = [each.delivery for each in members]
     tokens = [secrets.token_hex(16) for _ in members]
@@ -161,9 +161,9 @@ def _prepare_tenant(
     for member, each in zip(members, prepared, strict=True):
         member.request[PREPARED] = each
     if task.batch_commit == "each" or len(members) == 1:  # one shares its transaction with nobody
-        answers = claim_together(runtime, deliveries, tokens, turn)
+        answers = claim_together(runtime, deliveries, tokens, clock)
     else:
-        answers = _run_members(task, runtime, policy, members, prepared, ends_at, turn)
+        answers = _run_members(task, runtime, policy, members, prepared, ends_at, clock)
     for each, answer in zip(prepared, answers, strict=True):
         each.answer = answer
 
@@ -175,14 +175,14 @@ def _run_members(
     members: Sequence[_Member],
     prepared: Sequence[Prepared],
     ends_at: float,
-    turn: Turn,
+    clock: RunClock,
 ) -> list[BatchAnswer]:
     """Run them in one transaction, and note what those that have ended there have left in their requests."""
     before = [dict(vars(each.context)) for each in members]
     deliveries, tokens = [each.delivery for each in members], [each.answer.token for each in prepared]
     spans, finished = BatchSpans(runtime, deliveries, partial(_run_body, task, members, before)), list[int]()
     try:
-        answers = run_together(runtime, deliveries, tokens, policy, spans.run, ends_at, turn)
+        answers = run_together(runtime, deliveries, tokens, policy, spans.run, ends_at, clock)
         finished = [place for place, answer in enumerate(answers) if answer.finished is not None]
     finally:
         spans.end(finished)
