@@ -122,7 +122,8 @@ def _parked(app: Celery, delivery: Delivery, message: Message) -> bool:
             if _is_stale(connection, delivery, runtime.settings):
                 return False
             _park(connection, delivery, message, runtime.settings.service, countdown=PUT_BACK, eta=delivery.eta)
-    except Exception:
+    except Exception as error:
+        log.warning("not_parked", task=delivery.id.task, key=delivery.id.key, error=type(error).__name__)
         return False
     return True
 
@@ -142,7 +143,8 @@ def _copied(app: Celery, delivery: Delivery, message: Message) -> bool:
     published = Published()
     try:
         publisher.publish([(id, message)], published)
-    except Exception:
+    except Exception as error:
+        log.warning("not_copied", task=delivery.id.task, key=delivery.id.key, error=type(error).__name__)
         return False
     finally:
         publisher.close()
