@@ -1,4 +1,4 @@
-"""The loops of a relay's process: publishing with recovery and resend, dead letters, alerts and alarms, the purge."""
+"""The loops of a relay's process: publishing with recovery and resend, dead letters, alerts and alarms, the purge, large results."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ OBJECT_WATCH = 12 * 3600.0
 def run_relay(celery: Celery, stop: threading.Event) -> None:
     """Run the relay's loops until `stop` is set: publishing, dead letters, alerts, the purge, large results.
 
-    Each has its own thread, so that a slow alert receiver, a waiting `on_failed` or a long purge delays neither messages
-    nor each other. If one of the first four hangs, the relay gives no more signs of life, which other relays notice. The
+    Publishing runs in the calling thread, each of the others in its own, so that a slow alert receiver, a waiting `on_failed`
+    or a long purge delays neither messages nor each other. If one of the first four hangs, the relay gives no more signs of life, which other relays notice. The
     sweep of large results is not watched: it may take hours.
     """
     sweep = runtime_of(celery).settings.sweep
