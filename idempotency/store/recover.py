@@ -46,7 +46,7 @@ _ORPHANED = f"""r.locked_until IS NOT NULL AND r.status = 'started'
 RECOVER = Sweep(
     "recover",
     table="records",
-    columns="r.attempts",
+    columns="r.locked_by = ANY(%(dead)s) AS is_of_dead",
     due=f"{_ORPHANED} AND NOT ({_SPENT})",
     order="r.locked_until",
     one=THIS_RECORD,
@@ -57,20 +57,21 @@ RECOVER = Sweep(
     SET status = 'released', token = NULL, locked_until = NULL, locked_by = NULL, service = %(service)s,
         available_at = clock_timestamp(), updated_at = clock_timestamp()
     FROM due o WHERE (r.tenant, r.task, r.key) = (o.tenant, o.task, o.key)
-    RETURNING r.tenant, r.task, r.key, r.fingerprint, r.message, r.queue, r.generation
+    RETURNING r.tenant, r.task, r.key, r.fingerprint, r.message, r.queue, r.generation, o.is_of_dead
 ), next_delivery AS (
     INSERT INTO idempotency.outbox
         (message_id, tenant, task, key, fingerprint, message, queue, origin, generation, service)
     SELECT gen_random_uuid()::text, tenant, task, key, fingerprint, message, queue, 'recover', generation, %(service)s
     FROM released WHERE message <> ''
 )
-SELECT (SELECT count(*) FROM released)""",
+SELECT (SELECT count(*) FROM released), (SELECT count(*) FROM released WHERE is_of_dead) AS of_dead""",
 )
 
 # By a process of the application, whose role does not see what sweeps have set aside.
 _RECOVER_ONE = f"""
 WITH due AS MATERIALIZED (
-    SELECT r.tenant, r.task, r.key FROM idempotency.records r WHERE {RECOVER.due} AND {THIS_RECORD} FOR UPDATE OF r SKIP LOCKED
+    SELECT r.tenant, r.task, r.key, {RECOVER.columns} FROM idempotency.records r
+    WHERE {RECOVER.due} AND {THIS_RECORD} FOR UPDATE OF r SKIP LOCKED
 ) {RECOVER.then}
 """
 
@@ -120,10 +121,19 @@ def release_one(connection: Connection, bounds: Bounds, id: OperationId) -> bool
     return bool(connection.exec_driver_sql(_RECOVER_ONE, bounds.parameters() | named(id)).scalar_one())
 
 
-def release(connection: Connection, bounds: Bounds, *, limit: int) -> int:
-    """Release operations that have lost their holder and write their next deliveries; returns how many."""
-    released, _ = sweeps.run(connection, RECOVER, bounds.parameters(), limit=limit)
-    return released
+def release(connection: Connection, bounds: Bounds, *, limit: int) -> tuple[int, int]:
+    """Release operations that have lost their holder and write their next deliveries.
+
+    Returns how many, and of how many of them the holder is dead.
+    """
+    of_dead = 0
+
+    def count(answer: Row[Any]) -> None:
+        nonlocal of_dead
+        of_dead += answer.of_dead
+
+    released, _ = sweeps.run(connection, RECOVER, bounds.parameters(), limit=limit, note=count)
+    return released, of_dead
 
 
 def end_spent(connection: Connection, bounds: Bounds, end: Callable[[Mapping[str, Any]], int]) -> int:

@@ -67,8 +67,8 @@ class Sweep:
     columns: str
     due: str
     order: str
-    # What follows "WITH due AS (...)". For `run` it returns one row with the number handled. Empty if Python handles the
-    # rows (`find`, `one_by_one`).
+    # What follows "WITH due AS (...)". For `run` it returns one row with the number handled first. Empty if Python handles
+    # the rows (`find`, `one_by_one`).
     then: str
     # The condition for one row, by index, and the id under which it is set aside.
     one: str
@@ -152,10 +152,11 @@ def run(
     limit: int,
     batch: int = BATCH,
     pace: Pace = AT_ONCE,
+    note: Callable[[Row[Any]], object] = lambda answer: None,
 ) -> tuple[int, bool]:
     """Handle what is due, up to about `limit` rows. Returns how many were handled, and whether more may be due.
 
-    `batch`: rows for each statement.
+    `batch`: rows for each statement. `note` is given the row that each statement returns.
     """
     handled = seen = 0
     fields, until = {**parameters, "batch": batch}, time.monotonic() + pace.within
@@ -163,7 +164,9 @@ def run(
         while seen < limit:
             began = time.monotonic()
             try:
-                done, found = connection.exec_driver_sql(sweep.batch, fields).one()
+                answer = connection.exec_driver_sql(sweep.batch, fields).one()
+                note(answer)
+                done, found = answer[0], answer.seen
                 moved = found
             except DBAPIError as error:
                 if not is_row_error(error):
@@ -171,7 +174,11 @@ def run(
                 rows = connection.exec_driver_sql(sweep.find, fields).all()
                 found = len(rows)
                 done, aside = one_by_one(
-                    connection, sweep.name, rows, lambda row: _single(connection, sweep, fields, row), pace.progressed
+                    connection,
+                    sweep.name,
+                    rows,
+                    lambda row: _single(connection, sweep, fields, row, note),
+                    pace.progressed,
                 )
                 moved = done + aside
             handled += done
@@ -246,8 +253,16 @@ def names(row: Row[Any]) -> dict[str, Any]:
     return {name: value for name, value in row._mapping.items() if name in ("tenant", "task", "key", "id")}
 
 
-def _single(connection: Connection, sweep: Sweep, parameters: Mapping[str, Any], row: Row[Any]) -> int:
-    return int(connection.exec_driver_sql(sweep.single, {**parameters, **names(row)}).scalar_one())
+def _single(
+    connection: Connection,
+    sweep: Sweep,
+    parameters: Mapping[str, Any],
+    row: Row[Any],
+    note: Callable[[Row[Any]], object],
+) -> int:
+    answer = connection.exec_driver_sql(sweep.single, {**parameters, **names(row)}).one()
+    note(answer)
+    return int(answer[0])
 
 
 def _set_aside(connection: Connection, sweep: str, row: Row[Any], error: Exception) -> None:

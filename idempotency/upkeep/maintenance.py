@@ -52,13 +52,15 @@ def recover(app: Celery, *, limit: int = 10 * BATCH) -> int:
         dead = [holder for holder in recovery.holders(connection) if is_provably_dead(holder)]
         bounds = _bounds(app, runtime, dead)
         exhausted = recovery.end_spent(connection, bounds, lambda names: _end_spent(app, runtime, bounds, names))
-        total = recovery.release(connection, bounds, limit=limit)
+        total, of_dead = recovery.release(connection, bounds, limit=limit)
         asleep.wake(connection)
     if exhausted:
         metrics.recovered.labels("attempts_exhausted").inc(exhausted)
         log.warning("attempts_exhausted", operations=exhausted)
-    if total:
-        metrics.recovered.labels("dead_holder" if dead else "lease_over").inc(total)
+    if of_dead:
+        metrics.recovered.labels("dead_holder").inc(of_dead)
+    if total > of_dead:
+        metrics.recovered.labels("lease_over").inc(total - of_dead)
     return exhausted + total
 
 

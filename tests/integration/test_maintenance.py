@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from celery import Celery
+from prometheus_client import REGISTRY
 from sqlalchemy import Connection, Engine, event, text
 from sqlalchemy.exc import DataError, OperationalError, ProgrammingError
 
@@ -227,6 +228,29 @@ def test_another_process_under_a_used_pid_does_not_keep_the_operation(bank: Cele
     assert recover(bank) == 1
     assert status(connection, earlier.id) == "released"
     assert status(connection, mine.id) == "started"
+
+
+def recovered(cause: str) -> float:
+    return REGISTRY.get_sample_value("idempotency_recovered_total", {"cause": cause}) or 0.0
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_each_recovered_operation_counts_under_its_own_cause(
+    bank: Celery, connection: Connection, monkeypatch: pytest.MonkeyPatch, refused: bool
+) -> None:
+    """Also where a row is refused, and each is handled alone."""
+    host, boot, namespace, pid, started_at = process_identity().split("|")
+    started(connection, holder="|".join([host, boot, namespace, pid, str(int(started_at) - 1)]))
+    for _ in range(2):
+        expired(connection)
+    if refused:
+        bad = expired(connection).id.key
+        connection.exec_driver_sql(
+            f"ALTER TABLE idempotency.records ADD CHECK (key <> '{bad}' OR status = 'started') NOT VALID"
+        )
+    before = {cause: recovered(cause) for cause in ("dead_holder", "lease_over")}
+    assert recover(bank) == 3
+    assert {cause: recovered(cause) - before[cause] for cause in before} == {"dead_holder": 1, "lease_over": 2}
 
 
 # A private /proc: to remount the one that is there would hide the processes of the whole machine.
