@@ -47,7 +47,7 @@ class ObjectStore(Protocol):
         """The names of all that was put at least so long ago, up to `PAGE` at a time; not of what else is there.
 
         By the clock of the place: that of this process may be wrong by days, and what it makes older is deleted. What cannot be
-        listed holds up nothing else, and is raised at the end.
+        listed holds up nothing else: the first error is raised once all else is given.
         """
 
 

@@ -23,27 +23,29 @@ def sweep(app: Celery) -> int:
     in its first day, or twice the longest run if that is more: an attempt's commit may still come. One that has come may wait for a
     standby, for days, and is not seen meanwhile; so what is open when the first such object is found has to end, or nothing
     is deleted, and the next sweep tries again. Lists the whole place, so run it a few times a day. What cannot be deleted
-    holds up nothing else. Raises what the store raises: of a listing at once, of deletions the first error, at the end.
+    holds up nothing else. Raises what the store raises: the first error of a listing, else of a deletion, once all else is done.
     """
     runtime = runtime_of(app)
     store, is_sure, deleted, failed = runtime.settings.large_results_at, False, 0, None
     if store is None:
         return 0
-    for names in store.older(max(DAY, 2 * runtime.settings.longest_run)):
-        unused = _unused(runtime, names)
-        if unused and not is_sure:
-            if not _all_end(runtime):
-                log.warning("objects_not_swept", error="a transaction is open for longer than any attempt")
-                return 0
-            is_sure, unused = True, _unused(runtime, unused)
-        try:
-            if unused:
-                store.delete(unused)
-                deleted += len(unused)
-        except Exception as error:
-            failed = failed or error
-    if deleted:
-        log.info("objects_deleted", objects=deleted)
+    try:
+        for names in store.older(max(DAY, 2 * runtime.settings.longest_run)):
+            unused = _unused(runtime, names)
+            if unused and not is_sure:
+                if not _all_end(runtime):
+                    log.warning("objects_not_swept", error="a transaction is open for longer than any attempt")
+                    return 0
+                is_sure, unused = True, _unused(runtime, unused)
+            try:
+                if unused:
+                    store.delete(unused)
+                    deleted += len(unused)
+            except Exception as error:
+                failed = failed or error
+    finally:
+        if deleted:
+            log.info("objects_deleted", objects=deleted)
     if failed is not None:
         raise failed
     return deleted

@@ -140,6 +140,25 @@ def test_what_cannot_be_deleted_holds_up_nothing_else(
     assert deleted == ["cd/" + "cd" * 16]
 
 
+def test_what_is_deleted_before_a_listing_fails_is_logged(
+    bank: Celery, set_place: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Half(Down):
+        def older(self, seconds: float) -> Iterator[list[str]]:
+            yield ["ab/" + "ab" * 16]
+            yield ["cd/" + "cd" * 16]
+            raise OSError("listing")
+
+        def delete(self, names: Sequence[str]) -> None:
+            if names[0].startswith("ab"):
+                raise PermissionError("locked")
+
+    set_place(Half())
+    with caplog.at_level("INFO", "idempotency"), pytest.raises(OSError, match="listing"):
+        objects.sweep(bank)
+    assert "event=objects_deleted objects=1" in caplog.messages
+
+
 @pytest.mark.long
 def test_the_sweep_is_in_no_alerts_way(bank: Celery, set_place: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     begun, looked = threading.Event(), threading.Event()
