@@ -15,13 +15,17 @@ from ..store.periods import WIDTHS, Partitions
 from .findings import Finding, ok, refusal, warning
 
 SUBJECT = "database partitions"
-# With more, look-ups cost more than the purge saves.
-MANY = 50
-# What a statement that is planned locks of each partition, itself and its indexes, and how many are planned at once on a busy
-# server: whenever a partition is made or dropped, each connection plans anew. As many batches lock their keys.
-LOCKS, AT_ONCE = 16, 20
+# With more, the look-ups cost more than partitions save: docs/partitions.md, "What it costs".
+MANY = 30
+# How many statements are planned at once on a busy server: whenever a partition is made or dropped, each connection plans anew. As
+# many batches lock their keys.
+AT_ONCE = 20
 
-_ROOM = "SELECT current_setting('max_locks_per_transaction')::int AS each, current_setting('max_connections')::int AS connections"
+# `locks`: what a statement that is planned locks of each partition, itself and its indexes.
+_ROOM = """
+SELECT current_setting('max_locks_per_transaction')::int AS each, current_setting('max_connections')::int AS connections,
+       (SELECT 1 + count(*) FROM pg_index WHERE indrelid = 'idempotency.records'::regclass) AS locks
+"""
 
 
 def check_partitions(connection: Connection, given: Settings) -> list[Finding]:
@@ -78,7 +82,7 @@ def _minute(moment: datetime | None) -> str:
 
 def _room(connection: Connection, many: int) -> list[Finding]:
     room = connection.exec_driver_sql(_ROOM).one()
-    needed = -(-AT_ONCE * (LOCKS * many + KEYS_AT_ONCE) // room.connections)
+    needed = -(-AT_ONCE * (room.locks * many + KEYS_AT_ONCE) // room.connections)
     if room.each >= needed:
         return []
     advice = f"raise it to {needed}: with {many} partitions, plans and batches that are made at once may find no room for their locks"

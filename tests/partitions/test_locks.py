@@ -14,13 +14,14 @@ from sqlalchemy import Connection, Engine, create_engine
 from sqlalchemy.pool import NullPool
 
 from idempotency.application import runtime_of, settings_of
-from idempotency.checks.partitions import AT_ONCE, LOCKS
+from idempotency.checks.partitions import AT_ONCE
 from idempotency.checks.postgres import check_database
 from idempotency.operate.cancel import cancel
 from idempotency.operate.change import read
 from idempotency.store import batches, statements
 from idempotency.store.answers import Busy, Claimed
 from idempotency.store.inserting import KEYS_AT_ONCE
+from idempotency.store.migrations.partitioning import DEFAULT, PARTITIONS
 from idempotency.wire.delivery import Delivery
 from idempotency.wire.keys import OperationId
 from tests.support import operations as op
@@ -31,6 +32,12 @@ from tests.support.tasks import accept, make_task
 # Seconds: enough for a claim that does not wait.
 SOON = 10
 BOUNDS: Mapping[str, Any] = {"service": op.SERVICE, "holder": op.HOLDER, "lease": op.LEASE, "horizon": 3600.0}
+# Of one partition and its indexes.
+LOCKED_BY_PLANNING = f"""
+SELECT count(*) FROM pg_locks WHERE pid = pg_backend_pid() AND relation IN (
+    SELECT '{PARTITIONS}.{DEFAULT}'::regclass
+    UNION ALL SELECT indexrelid FROM pg_index WHERE indrelid = '{PARTITIONS}.{DEFAULT}'::regclass)
+"""
 HELD = "SELECT count(*) FROM pg_locks WHERE pid = pg_backend_pid() AND locktype = 'advisory'"
 
 
@@ -179,7 +186,12 @@ def test_the_doctor_counts_the_room_for_locks(bank: Celery, monkeypatch: pytest.
     monkeypatch.setattr("idempotency.checks.partitions.KEYS_AT_ONCE", 10_000)
     with runtime_of(bank).autocommit() as own:
         connections = own.exec_driver_sql("SELECT current_setting('max_connections')::int").scalar_one()
-    needed = -(-AT_ONCE * (LOCKS * 6 + 10_000) // connections)
+        own.exec_driver_sql("BEGIN")
+        own.exec_driver_sql("EXPLAIN SELECT FROM idempotency.records WHERE key = 'k'")
+        locks = own.exec_driver_sql(LOCKED_BY_PLANNING).scalar_one()
+        own.exec_driver_sql("COMMIT")
+    assert locks > 5
+    needed = -(-AT_ONCE * (locks * 6 + 10_000) // connections)
     assert [advice.partition(":")[0] for advice in said()] == [f"raise it to {needed}"]
 
 

@@ -16,6 +16,7 @@ from sqlalchemy.exc import OperationalError
 from sqlalchemy.pool import NullPool
 
 from idempotency.application import runtime_of, settings_of
+from idempotency.checks.partitions import MANY
 from idempotency.checks.postgres import check_database
 from idempotency.store import left_alone, partitions, periods
 from idempotency.store.inserting import is_partitioned
@@ -373,6 +374,17 @@ def test_upkeep_that_ran_before_makes_and_drops_them(bank: Celery, plain: str) -
 
 def said(bank: Celery) -> list[str]:
     return [f"{each.level} {each.found}" for each in check_database(settings_of(bank)) if "partitions" in each.subject]
+
+
+@pytest.mark.parametrize(
+    ("width", "longer"), [("hour", "take longer ones"), ("day", "take longer ones"), ("week", "shorten the retentions")]
+)
+def test_the_doctor_says_when_there_are_too_many(bank: Celery, connection: Connection, width: str, longer: str) -> None:
+    overdue(connection, MANY)
+    connection.exec_driver_sql(f"COMMENT ON SCHEMA {PARTITIONS} IS '{width}'")
+    settings = settings_of(bank)
+    (finding,) = (each for each in check_database(settings) if f"more than {MANY}" in each.found)
+    assert (finding.level, finding.advice) == ("warning", f"each look-up asks all of them; {longer}")
 
 
 @pytest.mark.parametrize("comment", ["NULL", "'partitions of the records'"])
