@@ -272,7 +272,9 @@ def test_prometheus_scrapes_every_pod_that_counts_and_the_backlog_as_the_job_of_
 def test_every_pod_that_is_scraped_may_be() -> None:
     for monitor in of_kind(PRODUCTION, "PodMonitor"):
         port = monitor["spec"]["podMetricsEndpoints"][0]["port"]
-        for name in selected(monitor["spec"]["selector"]):
+        names = selected(monitor["spec"]["selector"])
+        assert names
+        for name in names:
             # a policy may have the port's name, or its number
             (number,) = {
                 each["containerPort"]

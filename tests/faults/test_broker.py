@@ -270,5 +270,7 @@ def test_what_a_wiped_broker_had_is_done_after_a_sweep(phase: str, scene: Scene,
     scene.sweep(up_to=fence)
     scene.completed()
     scene.sweep()
-    assert all(row.settled_at for row in scene.outbox())
+    rows = scene.outbox()
+    assert rows
+    assert all(row.settled_at for row in rows)
     cell.saw(scene.outcome())

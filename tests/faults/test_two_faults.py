@@ -124,7 +124,9 @@ def test_what_a_wiped_broker_and_a_wiped_redis_had_is_done_after_a_sweep(
     scene.sweep(up_to=fence)
     scene.completed()
     scene.sweep()
-    assert all(row.settled_at for row in scene.outbox())
+    rows = scene.outbox()
+    assert rows
+    assert all(row.settled_at for row in rows)
     cell.saw(scene.outcome())
 
 

@@ -204,7 +204,9 @@ def test_no_log_line_shows_an_argument_a_result_or_an_address(fleet: Fleet, outs
     account = new_account()
     charge.delay(account, outside.url, amount=918273645)
     fleet.completed(account)
-    for worker in fleet.processes._workers:
+    workers = fleet.processes._workers
+    assert any(" succeeded in " in worker.log for worker in workers)  # what they do is in their logs
+    for worker in workers:
         assert "918273645" not in worker.log
         assert outside.url not in worker.log
 
