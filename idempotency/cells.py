@@ -139,7 +139,7 @@ def check_agree(cells: Mapping[str, Cell], cell_of: CellOf | None, cell: str | N
         raise ValueError("cells: the name of each must be printable text")
     if cell is not None and cell not in cells:
         raise ValueError(f"cell: {cell!r} is none of {', '.join(cells)}")
-    names = list(cells)  # which a value that cannot be hashed is not in
+    names = list(cells)  # a list: `in` must not hash what `cell_of` maps to
     if isinstance(cell_of, Mapping) and (unknown := [each for each in cell_of.values() if each not in names]):
         raise ValueError(f"cell_of: {min(unknown, key=str)!r} is none of {', '.join(cells)}")
     endpoints = {name: cell.endpoints for name, cell in cells.items()}

@@ -263,7 +263,7 @@ def complete_new(
 ) -> set[str]:
     """Complete operations of one task and tenant that no one has claimed, in the bodies' transaction. Returns the keys of those.
 
-    Whoever has claimed another one's key since, or is about to commit, has it: it is not among them. At most `most_together`, and
+    A key that another process has claimed meanwhile, or is inserting, is left out of the result. At most `most_together`, and
     last: until the commit, others wait for their keys, and upkeep for all partitions. `results` as text; `retention` and `lease`
     in seconds.
     """

@@ -67,7 +67,7 @@ ORDER BY 1
 
 
 def objects_in_the_way(connection: Connection, policies: Collection[str]) -> list[str]:
-    """The objects that have to go before the records are partitioned, one a line, each with what to do.
+    """The objects that have to go before the records are partitioned, one text each, with what to do.
 
     `policies`: the names of the library's own, which are made again.
     """

@@ -67,6 +67,10 @@ WHERE n.nspname = %(schema)s AND c.oid = 'idempotency.records'::regclass AND c.r
 # in the log; a standby that is promoted without it has it done again.
 _FOR_NO_STANDBY = "set_config('synchronous_commit', 'local', true)"
 _MAKE = f"SELECT {PARTITIONS}.make(%(name)s, %(begins)s, %(ends)s), {_FOR_NO_STANDBY}"
+# Functions that return keys of a partition's operations (`migrations/partitioning.py`). `living`: of what has not ended, is within its
+# retention, or is another application's. `survivors`: of these, and of what is past its retention and needed by something else; they
+# move. `laden`: of what is deleted together with other rows, once the survivors have moved. `waiting`: of what no attempt is working
+# on; the default partition is emptied of these.
 _KEYS = f"""
 SELECT tenant, task, key FROM {PARTITIONS}.{{function}}(
     %(partition)s, %(service)s, make_interval(secs => %(horizon)s), %(most)s)

@@ -1,6 +1,6 @@
-"""Rows of the outbox that are still to be published although their operation has ended: who waits for them is told of the end.
+"""Outbox rows still unpublished when their operation ends.
 
-A row of an earlier retry, of a second call, or of one that was enqueued for later. Its delivery finds the record, and sends its own
+Each is of an earlier retry, of a second call, or of one that was enqueued for later. Its delivery finds the record, and sends its own
 callbacks or errbacks; so it is published like any other, as long as the broker may take it.
 """
 

@@ -32,7 +32,7 @@ DEFECTS = (CallRefused, DataError, IntegrityError, UnknownVersion)
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 5.0
 # Seconds. Longer than a restart or a failover; far below RabbitMQ's consumer time-out of 30 minutes.
 PATIENCE = 300.0
-# So many times that long the messages of one job wait in vain, all together.
+# At most this many times `PATIENCE`, summed over the messages of one job.
 OUTAGES = 2
 # Of a hard time limit: the rest is for putting the message back before the process is killed.
 SHARE_OF_TIME_LIMIT = 0.8
@@ -47,7 +47,7 @@ _worker_limit: float | None = None
 
 @dataclass(slots=True)
 class Budget:
-    """What the deliveries of one job of the pool may wait for together. `limit`: the job's first time limit, in seconds."""
+    """What the deliveries of one job of the pool may wait for together. `limit`: the job's shorter time limit, in seconds."""
 
     limit: float | None = None
     began: float = field(default_factory=time.monotonic)
