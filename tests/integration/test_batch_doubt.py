@@ -83,6 +83,30 @@ def test_claims_that_are_made_some_at_a_time_are_renewed_from_the_first(
     assert states(engine) == dict.fromkeys(("e0", "e1", "e2"), "completed")
 
 
+@pytest.mark.parametrize(
+    ("error", "level", "is_traced"),
+    [(TypeError("ours"), "ERROR", True), (OperationalError("", None, Exception()), "WARNING", False)],
+)
+def test_a_batch_that_a_defect_keeps_from_its_commit_says_where_it_is(
+    bank: Celery,
+    engine: Engine,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    error: Exception,
+    level: str,
+    is_traced: bool,
+) -> None:
+    def fail(*args: Any, **options: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(batches, "complete", fail)
+    task = make_task(bank, put_one, key="{account}", batch=10, batch_commit="together")
+    run(bank, task, *many(bank, task))
+    assert states(engine) == dict.fromkeys(("e0", "e1", "e2"), "completed")
+    (line,) = (each for each in caplog.records if "event=batch_not_committed" in each.getMessage())
+    assert (line.levelname, "Traceback" in line.getMessage()) == (level, is_traced)
+
+
 class Asked:
     """A batch `each` whose claims Postgres does not answer: what is traced, which keys were asked for, and how long that takes."""
 

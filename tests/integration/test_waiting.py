@@ -204,12 +204,23 @@ def test_what_has_waited_long_enough_is_copied_while_postgres_is_away(
 
 
 def test_a_message_that_neither_server_takes_goes_back_unchanged(
-    proxy: Proxy, bank: Celery, deliveries: Deliveries, impatient: None, monkeypatch: pytest.MonkeyPatch
+    proxy: Proxy,
+    bank: Celery,
+    deliveries: Deliveries,
+    impatient: None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     proxy.refuse()
     monkeypatch.setattr(bank.conf, "broker_url", "amqp://127.0.0.1:1//")
     outcome = deliveries.deliver(app_module.deposit, "a")
     assert (outcome.state, outcome.value.requeue) == ("REJECTED", True)
+    why = [
+        each.partition(" error=")[2]
+        for each in caplog.messages
+        if each.startswith(("event=not_parked", "event=not_copied"))
+    ]
+    assert why == ["NotConnected", "BrokerUnavailable"]
 
 
 def test_a_soft_time_limit_ends_the_wait_after_one_more_question() -> None:
