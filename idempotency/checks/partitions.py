@@ -21,11 +21,7 @@ MANY = 30
 # many batches lock their keys.
 AT_ONCE = 20
 
-# `locks`: what a statement that is planned locks of each partition, itself and its indexes.
-_ROOM = """
-SELECT current_setting('max_locks_per_transaction')::int AS each, current_setting('max_connections')::int AS connections,
-       (SELECT 1 + count(*) FROM pg_index WHERE indrelid = 'idempotency.records'::regclass) AS locks
-"""
+_ROOM = "SELECT current_setting('max_locks_per_transaction')::int AS each, current_setting('max_connections')::int AS connections"
 
 
 def check_partitions(connection: Connection, given: Settings) -> list[Finding]:
@@ -82,7 +78,7 @@ def _minute(moment: datetime | None) -> str:
 
 def _room(connection: Connection, many: int) -> list[Finding]:
     room = connection.exec_driver_sql(_ROOM).one()
-    needed = -(-AT_ONCE * (room.locks * many + KEYS_AT_ONCE) // room.connections)
+    needed = -(-AT_ONCE * (periods.locks_of_each(connection) * many + KEYS_AT_ONCE) // room.connections)
     if room.each >= needed:
         return []
     advice = f"raise it to {needed}: with {many} partitions, plans and batches that are made at once may find no room for their locks"

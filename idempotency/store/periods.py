@@ -120,3 +120,9 @@ def name_of(begins: datetime) -> str:
 def border(at: datetime, width: str) -> datetime:
     """The end of the period in which this time is."""
     return _FIRST + ((at - _FIRST) // WIDTHS[width] + 1) * WIDTHS[width]
+
+
+def locks_of_each(connection: Connection) -> int:
+    """How much of each partition a statement locks that is planned: itself and its indexes."""
+    statement = "SELECT 1 + count(*) FROM pg_index WHERE indrelid = 'idempotency.records'::regclass"
+    return int(connection.exec_driver_sql(statement).scalar_one())

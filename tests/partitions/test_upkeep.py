@@ -380,7 +380,7 @@ def said(bank: Celery) -> list[str]:
     ("width", "longer"), [("hour", "take longer ones"), ("day", "take longer ones"), ("week", "shorten the retentions")]
 )
 def test_the_doctor_says_when_there_are_too_many(bank: Celery, connection: Connection, width: str, longer: str) -> None:
-    overdue(connection, MANY)
+    overdue(connection, 30)
     connection.exec_driver_sql(f"COMMENT ON SCHEMA {PARTITIONS} IS '{width}'")
     settings = settings_of(bank)
     (finding,) = (each for each in check_database(settings) if f"more than {MANY}" in each.found)
