@@ -34,7 +34,7 @@ from ..observe.crash_points import crash_point
 from ..observe.logs import log
 from ..store import batches
 from ..store.answers import Claimed, Completed
-from ..store.statements import describe
+from ..store.statements import describe, where
 from ..wire.delivery import Delivery
 from ..wire.keys import OperationId
 from .endings import Finished, is_for_anothers_lock
@@ -212,10 +212,11 @@ def _claim_or_answer(
 
 
 def _note_failed(what: str, deliveries: Sequence[Delivery], error: Exception) -> None:
-    if isinstance(error, SQLAlchemyError | LeaseLost):
-        log.warning(what, task=deliveries[0].id.task, many=len(deliveries), error=describe(error))
-    else:  # a defect, of this library or of a body that has spoilt the transaction
-        log.exception(what, task=deliveries[0].id.task, many=len(deliveries))
+    is_expected = isinstance(
+        error, SQLAlchemyError | LeaseLost
+    )  # else a defect; not its traceback, whose texts may have values
+    said = {"error": describe(error)} | ({} if is_expected else {"at": where(error)})
+    (log.warning if is_expected else log.error)(what, task=deliveries[0].id.task, many=len(deliveries), **said)
 
 
 class _Batch:
