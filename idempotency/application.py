@@ -137,9 +137,9 @@ def runtime_of(app: Celery) -> Runtime:
 def runtime_for(app: Celery, tenant: str | None) -> Runtime:
     """The runtime of the cell that a tenant is of: `Session(runtime_for(app, tenant).engine)` is a session to enqueue with.
 
-    Where there are no cells, that of the application; for no tenant, that of the process's cell, whose own `tenant` counts. Raises
-    `WrongCell` for a tenant that is in no cell, or of another one than this process serves; and `SettingsError`, also in a process
-    without a cell for no tenant.
+    Where there are no cells, that of the application; for no tenant, that of the process's cell, whose own `tenant` counts.
+    Raises `WrongCell` for a tenant that is in no cell, or of another one than this process serves; and `SettingsError`, also in
+    a process without a cell for no tenant.
     """
     # a process that has opened its own serves a cell, or there are none: asked first, because it costs less
     if tenant is None or _of_this_process(app) is not None or not serves_no_cell(app):

@@ -172,7 +172,8 @@ class Handle(Generic[R_co]):
     def result(self, timeout: float = 0.0) -> R_co:
         """The result, waiting for it for up to `timeout` seconds.
 
-        Raises `OperationFailed` with the stored error, `ResultErased`, and `OperationBusy` if the operation has not ended by then.
+        Raises `OperationFailed` with the stored error, `ResultErased`, and `OperationBusy` if the operation has not ended by
+        then.
         """
         return _result_of(self.wait(timeout))
 

@@ -1,7 +1,7 @@
 """The public keys of an issuer of ID tokens, fetched from its address and kept for a while.
 
-A token may name any key. An unknown one causes a fetch only if there was none a moment ago, so guesses cost the issuer little; and
-tokens signed with a key that is kept do not wait for that fetch.
+A token may name any key. An unknown one causes a fetch only if there was none a moment ago, so guesses cost the issuer little;
+and tokens signed with a key that is kept do not wait for that fetch.
 """
 
 from __future__ import annotations

@@ -54,7 +54,8 @@ class Settings(BaseModel):
     # Redis only saves work; without it, every claim and duplicate goes to Postgres. redis://…, rediss://… or, behind Sentinel,
     # sentinel://[user:password@]host:port[,host:port]/primary, sentinels:// with TLS.
     redis_url: Annotated[SecretStr, AfterValidator(values.redis_address)] | None = None
-    # Where a DeduplicatedTask keeps its records: redis://…, rediss://…, sentinel://…, redis+cluster://…, or dynamodb://region/table.
+    # Where a DeduplicatedTask keeps its records: redis://…, rediss://…, sentinel://…, redis+cluster://…, or
+    # dynamodb://region/table.
     store: StoreAddress | None = None
     # Where its results go that are too long for a record, as with `large_results_at`, and never the same place: a relay deletes
     # there what Postgres does not refer to. Nothing deletes here.
@@ -118,9 +119,9 @@ class Settings(BaseModel):
     result_limit: int = Field(256 * 1024, gt=0)
     # Longer results are compressed, if the extra `zstd` is installed: then install it in whatever reads results. None: never.
     compress_results_above: int | None = Field(64 * 1024, ge=1024)
-    # Where results go that are longer than `result_limit`, of up to `large_result_limit` bytes of JSON: file:///a/directory that all
-    # processes share, s3://bucket/prefix with the extra `s3`, or an ObjectStore of your own or its name. One database's own: what
-    # its records do not refer to is deleted. Default: longer results are refused.
+    # Where results go that are longer than `result_limit`, of up to `large_result_limit` bytes of JSON: file:///a/directory
+    # that all processes share, s3://bucket/prefix with the extra `s3`, or an ObjectStore of your own or its name. One
+    # database's own: what its records do not refer to is deleted. Default: longer results are refused.
     large_results_at: Annotated[InstanceOf[ObjectStore] | None, BeforeValidator(values.object_store)] = None
     large_result_limit: int = Field(32 * 1024 * 1024, gt=0, le=LONGEST_RESULT)
     arguments_limit: int = Field(1024 * 1024, gt=0)
@@ -143,7 +144,8 @@ class Settings(BaseModel):
     # Until then, an effect with a `reconcile` asks the provider before its first call: after the restore of a backup.
     ask_first_until: AwareDatetime | None = None
 
-    # Where the brokers of Kafka are: host:port, separated by commas; and what librdkafka is told beside that, as security.protocol.
+    # Where the brokers of Kafka are: host:port, separated by commas; and what librdkafka is told beside that, as
+    # security.protocol.
     kafka_servers: SecretStr | None = None
     kafka_options: dict[str, SecretStr] = {}
     # Streams wait while the slowest standby of Postgres is behind by more, or none is connected. None: they do not look.

@@ -7,8 +7,8 @@ import re
 # As long as a name may be in a table and on a screen, in characters.
 NAME_LIMIT = 255
 # What Postgres says below its first line, and SQLAlchemy below the statement, as an error's text has it: up to the next part of
-# the text, or of the traceback that it is in. DETAIL quotes the row, CONTEXT the line of a COPY, the other the parameters; LINE is
-# one of the statement, with values where the client has put them into it, and below it a mark.
+# the text, or of the traceback that it is in. DETAIL quotes the row, CONTEXT the line of a COPY, the other the parameters; LINE
+# is one of the statement, with values where the client has put them into it, and below it a mark.
 _VALUES = re.compile(
     r"^[^\S\n]*(?:DETAIL:|CONTEXT:|\[parameters: ).*?"
     r"(?=^[^\S\n]*(?:HINT:|LINE \d+:|\[SQL|\(Background on|The above|During handling|Traceback)|\Z)"

@@ -47,9 +47,9 @@ def claim(
 ) -> Claimed | Completed | Failed | Mismatch | Foreign | Stale | Busy:
     """Claim the operation, or learn from its record why not. Raises what `patiently` does.
 
-    `Busy` comes only after a duplicate was counted on the record, now or by an earlier delivery: its holder will finish
-    it, so this delivery may go. (Not if the operation is `only_asked` for, or if it `waits`: its caller asks again.) `again`: after a doubt,
-    when the holder may be this attempt, whatever a hint says. Raises `WrongCell`, too.
+    `Busy` comes only after a duplicate was counted on the record, now or by an earlier delivery: its holder will finish it, so
+    this delivery may go. (Not if the operation is `only_asked` for, or if it `waits`: its caller asks again.) `again`: after a
+    doubt, when the holder may be this attempt, whatever a hint says. Raises `WrongCell`, too.
     """
     runtime.settings.check_cell(delivery.id.tenant)
     with runtime.phase(delivery.id.task, "claim"):

@@ -222,7 +222,8 @@ def hint_name(id: OperationId, owner: str) -> str:
 def acl(owner: str, password: str, *, name: str) -> str:
     """The users of a Redis for hints, as an ACL file: one that may use these hints, and no default user.
 
-    INFO and TIME are for the doctor. Contains an unsalted hash of the password, the only kind Redis supports, so make the password random.
+    INFO and TIME are for the doctor. Contains an unsalted hash of the password, the only kind Redis supports, so make the
+    password random.
     """
     secret = hashlib.sha256(password.encode()).hexdigest()
     commands = " ".join(f"+{each}" for each in ("eval", "get", "set", "del", "select", "ping", "info", "time"))

@@ -187,8 +187,8 @@ class Runtime:
 
         `before_put` is called before it is put, so that what it raises leaves nothing there.
 
-        Raises `InvalidResult`, and `ResultNotKept` while that place does not take it: however long that lasts, it is no failure of
-        the operation. One that has just failed is not asked by others, each of which would hold its locks meanwhile.
+        Raises `InvalidResult`, and `ResultNotKept` while that place does not take it: however long that lasts, it is no failure
+        of the operation. One that has just failed is not asked by others, each of which would hold its locks meanwhile.
         """
         settings, store = self.settings, self.settings.large_results_at
         limit = settings.result_limit if store is None else max(settings.result_limit, settings.large_result_limit)

@@ -162,9 +162,9 @@ def connect(
 ) -> BrokerConnection:
     """A new connection to the first of an application's brokers that takes one, in the order of its address.
 
-    kombu's own way tries two of several, and after the first has forgotten how this connection verifies. `make`: as for `brokers`;
-    it gets the `options`. `prepare` gets the connection before it connects. A broker that answers nothing takes `connect_timeout`
-    seconds. Raises what the last one said.
+    kombu's own way tries two of several, and after the first has forgotten how this connection verifies. `make`: as for
+    `brokers`; it gets the `options`. `prepare` gets the connection before it connects. A broker that answers nothing takes
+    `connect_timeout` seconds. Raises what the last one said.
     """
     addresses = brokers(make)
     for number, address in enumerate(addresses, 1):

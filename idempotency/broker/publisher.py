@@ -34,8 +34,8 @@ from .channel import BROKER_ERRORS, BrokerChannel
 from .confirms import Confirms
 from .silence import SilentQueues
 
-# Seconds to wait for the confirms of a batch. A queue that gives none by then is left alone (`broker/silence.py`); the broker counts
-# as unavailable only if it takes no new connection.
+# Seconds to wait for the confirms of a batch. A queue that gives none by then is left alone (`broker/silence.py`); the broker
+# counts as unavailable only if it takes no new connection.
 CONFIRM_TIMEOUT = 10.0
 # Bytes of the headers' frame that are not headers: the frame's own, and nine properties of at most 256 each.
 _BESIDE_HEADERS = 4096

@@ -67,7 +67,8 @@ def definitions(
     """The users whose passwords are given (by kind of process) and their rights, as RabbitMQ imports them.
 
     `event_exchanges`: those that `publish(…, exchange=…)` names, to which the relay publishes. `streams`: the queues that are
-    streams, which processes of `idempotency stream` read. The document holds salted hashes of the passwords. Raises `SettingsError` if the broker is not RabbitMQ.
+    streams, which processes of `idempotency stream` read. The document holds salted hashes of the passwords. Raises
+    `SettingsError` if the broker is not RabbitMQ.
     """
     broker = app.connection_for_write()
     if broker.transport.driver_type != "amqp":

@@ -1,7 +1,7 @@
 """Queues that do not answer although their broker does: without a majority of their members, or with a leader that hangs.
 
-They are left alone for a while, so that they hold up no others. However many they are, there is one pause for all, and one try after
-it: whoever waits for an answer waits no more than a share of the time.
+They are left alone for a while, so that they hold up no others. However many they are, there is one pause for all, and one try
+after it: whoever waits for an answer waits no more than a share of the time.
 """
 
 from __future__ import annotations

@@ -17,8 +17,8 @@ from .findings import Finding, ok, refusal, warning
 SUBJECT = "database partitions"
 # With more, the look-ups cost more than partitions save: docs/partitions.md, "What it costs".
 MANY = 30
-# How many statements are planned at once on a busy server: whenever a partition is made or dropped, each connection plans anew. As
-# many batches lock their keys.
+# How many statements are planned at once on a busy server: whenever a partition is made or dropped, each connection plans anew.
+# As many batches lock their keys.
 AT_ONCE = 20
 
 _ROOM = "SELECT current_setting('max_locks_per_transaction')::int AS each, current_setting('max_connections')::int AS connections"

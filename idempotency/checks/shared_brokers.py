@@ -23,7 +23,8 @@ class SharedBrokers(ExitStack):
 
     def __init__(self) -> None:
         super().__init__()
-        # The cells that have made a queue, by its name; and those whose users may make none, by what their brokers say of themselves.
+        # The cells that have made a queue, by its name; and those whose users may make none, by what their brokers say of
+        # themselves.
         self._queues: dict[str, str] = {}
         self._names: dict[tuple[str, str], str] = {}
 

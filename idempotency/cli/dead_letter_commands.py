@@ -159,8 +159,8 @@ def replay_letters(
 ) -> None:
     """Send dead letters again, each under the same key and in its own transaction.
 
-    Of what was declined or cancelled, it says what a replay does, and asks. What waits for an edit is left out without --unedited.
-    Where money is moved: your token, IDEMPOTENCY_TOKEN.
+    Of what was declined or cancelled, it says what a replay does, and asks. What waits for an edit is left out without
+    --unedited. Where money is moved: your token, IDEMPOTENCY_TOKEN.
     """
     if unedited and not ids:
         raise typer.BadParameter("--unedited: name the dead letters; filters leave out what somebody has asked to edit")

@@ -33,9 +33,9 @@ MIB = 1024 * 1024
 class IdempotencyMiddleware:
     """Answer repeated requests from the record of the first, by their header `Idempotency-Key`.
 
-    `runtime`: what `idempotency.attempt.runtime.Runtime` has made, or a function that returns it, which is asked with
-    each request: for a server that forks, and for a lifespan that closes it. Where tenants are in cells, a function of the
-    tenant may return the runtime of its cell; a tenant of another cell is answered with 421. `tenant(scope)`: whose keys these are;
+    `runtime`: what `idempotency.attempt.runtime.Runtime` has made, or a function that returns it, which is asked with each
+    request: for a server that forks, and for a lifespan that closes it. Where tenants are in cells, a function of the tenant
+    may return the runtime of its cell; a tenant of another cell is answered with 421. `tenant(scope)`: whose keys these are;
     without a function, all are of the setting `tenant`. `required`: whether a request without a key is refused; may be a
     function of the scope. `methods`: the keyed ones; others pass through.
 

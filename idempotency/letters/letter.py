@@ -165,8 +165,8 @@ def was_allowed_to_expire(app: Celery, message: BrokerMessage) -> bool:
 def has_expired_early(app: Celery, message: BrokerMessage) -> bool:
     """Whether messages are signed, and this one died of a time to live that its sender did not give it.
 
-    AMQP's property `expiration` is not signed, nor is what the broker notes about a death: whoever can publish to a queue may have
-    copied the message. Its operation is delivered by the original.
+    AMQP's property `expiration` is not signed, nor is what the broker notes about a death: whoever can publish to a queue may
+    have copied the message. Its operation is delivered by the original.
     """
     if not runtime_of(app).settings.message_secrets or death_of(message.headers).reason != "expired":
         return False

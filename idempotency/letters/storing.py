@@ -49,11 +49,11 @@ def store(
 ) -> int | None:
     """Store a message that no worker will run, and end its operation, in one transaction.
 
-    Returns the dead letter's id, or None if there was nothing to store: the message is stored already; it is a duplicate
-    of an operation that has ended, is started, or will be delivered otherwise; it has no visible defect and is sent
-    again; it is a plain task's and was allowed to expire, or a signed one's of a known operation and was not; or it is a marker. `interrupted` collects the digests of
-    letters that an outage of Postgres interrupted. `patience` is how long to wait for each lock, as Postgres reads it.
-    Raises `OperationalError`: try again later.
+    Returns the dead letter's id, or None if there was nothing to store: the message is stored already; it is a duplicate of an
+    operation that has ended, is started, or will be delivered otherwise; it has no visible defect and is sent again; it is a
+    plain task's and was allowed to expire, or a signed one's of a known operation and was not; or it is a marker. `interrupted`
+    collects the digests of letters that an outage of Postgres interrupted. `patience` is how long to wait for each lock, as
+    Postgres reads it. Raises `OperationalError`: try again later.
     """
     if MARKER_HEADER in message.headers:
         return None  # sent by resend: nothing to do, another one follows

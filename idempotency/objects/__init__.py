@@ -28,8 +28,8 @@ class ResultNotKept(Undecided):
 class ObjectStore(Protocol):
     """A place for large results.
 
-    An error of `put` postpones the commit, and the attempt is made again. One of `get` reaches whoever asks for the result, but for
-    `KeyError`, which becomes `ResultUnreadable`. The sweep tries again later whatever else fails.
+    An error of `put` postpones the commit, and the attempt is made again. One of `get` reaches whoever asks for the result, but
+    for `KeyError`, which becomes `ResultUnreadable`. The sweep tries again later whatever else fails.
 
     Methods may be called from several threads at once.
     """

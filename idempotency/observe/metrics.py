@@ -53,8 +53,8 @@ stream_partitions_lost: Counter
 attempt_seconds: Histogram
 phase_seconds: Histogram
 
-# An application's codes with a series of their own, of each task in one process: it may have put an id into them. The rest count as
-# `OTHER`.
+# An application's codes with a series of their own, of each task in one process: it may have put an id into them. The rest
+# count as `OTHER`.
 CODES, OTHER = 100, "other"
 
 _lock = threading.Lock()

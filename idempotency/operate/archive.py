@@ -24,10 +24,10 @@ from .money import NEEDS_TOKEN, letters_move_money
 def archive(app: Celery, letter: int, change: Change) -> None:
     """Take an open dead letter off the lists, with a reason, until somebody restores it.
 
-    Raises `OperationNotFound`, `NotAuthenticated`, and `ChangeRefused` for the reason and for a letter that is
-    closed or archived, that somebody has asked to discard, whose operation has a call in doubt, or whose saga has stopped, or cannot be
-    undone without it: those wait for a decision, and without their letter nobody would see that. Refused is as well a request that was
-    carried out before, of a letter that was restored since.
+    Raises `OperationNotFound`, `NotAuthenticated`, and `ChangeRefused` for the reason and for a letter that is closed or
+    archived, that somebody has asked to discard, whose operation has a call in doubt, or whose saga has stopped, or cannot be
+    undone without it: those wait for a decision, and without their letter nobody would see that. Refused is as well a request
+    that was carried out before, of a letter that was restored since.
     """
     with runtime_of(app).engine.begin() as connection:
         said = {"dead_letter": letter}

@@ -49,7 +49,8 @@ CheckPerson = Callable[[Connection, OperationId | None], None]
 class Change:
     """Who changes something, and why. A change repeated under the same `request_id` is made once.
 
-    `is_verified`: a token has proved who it is, which what moves money needs (`money.py`). `check_person` raises if it does no longer.
+    `is_verified`: a token has proved who it is, which what moves money needs (`money.py`). `check_person` raises if it does no
+    longer.
     """
 
     actor: str

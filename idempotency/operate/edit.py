@@ -1,7 +1,8 @@
 """Editing the message of a dead letter: its arguments were wrong, and a person corrects them; a replay then sends that.
 
 It stays the same operation: key and tenant come out as before. Only what has done nothing yet is edited, because whatever was
-recorded, or told to a provider, was so with the earlier arguments. Of what moves money, one person asks for it and another approves.
+recorded, or told to a provider, was so with the earlier arguments. Of what moves money, one person asks for it and another
+approves.
 """
 
 from __future__ import annotations
@@ -57,10 +58,11 @@ def edit(
 ) -> bool:
     """Give an open dead letter other arguments, `{"args": [...], "kwargs": {...}}` as JSON, to be replayed afterwards.
 
-    Returns whether it is done; of what moves money, it is asked for, and another person approves by `approve_edit`. `person`: who has
-    proved who they are. `shown`: the `digest` of the message that they have looked at, if they have. Raises `OperationNotFound`, `NotAuthenticated`, and `ChangeRefused`, which names no value: for arguments that
-    the task does not take or that name another operation, and for a letter whose operation has done something, runs, has
-    ended well, is a saga or was called by one.
+    Returns whether it is done; of what moves money, it is asked for, and another person approves by `approve_edit`. `person`:
+    who has proved who they are. `shown`: the `digest` of the message that they have looked at, if they have. Raises
+    `OperationNotFound`, `NotAuthenticated`, and `ChangeRefused`, which names no value: for arguments that the task does not
+    take or that name another operation, and for a letter whose operation has done something, runs, has ended well, is a saga or
+    was called by one.
     """
     app.loader.import_default_modules()
     with runtime_of(app).engine.begin() as connection:

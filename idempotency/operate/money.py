@@ -1,7 +1,8 @@
 """Operations that move money: a person changes them only with a token that proves who they are.
 
-A task or a stream declares it by `moves_money=True`. A saga moves money if it declares it, or if a task does that it has called or is undone by;
-then so does what it has called, whose end may have it undone. A task that this application does not know counts as moving money.
+A task or a stream declares it by `moves_money=True`. A saga moves money if it declares it, or if a task does that it has called
+or is undone by; then so does what it has called, whose end may have it undone. A task that this application does not know
+counts as moving money.
 """
 
 from __future__ import annotations

@@ -47,7 +47,8 @@ class Person:
 def add_operator(connection: Connection, change: Change, name: str, role: Role, *, days: int) -> str:
     """Add an operator; returns the token, which is stored nowhere. One transaction of the tables' owner, which the caller commits.
 
-    Raises `ChangeRefused` for a name that is taken, looks like another or cannot be one, or a token that would be valid for over a year.
+    Raises `ChangeRefused` for a name that is taken, looks like another or cannot be one, or a token that would be valid for
+    over a year.
     """
     if not identities.is_name(name):
         raise ChangeRefused(f"name: {identities.NAME}, got {len(name)}")
@@ -85,8 +86,9 @@ def authenticate(
 ) -> Person:
     """Check whose token this is, and that they may do this: an admin may do what an operator may.
 
-    Raises `NotAllowed`, as `NotAuthenticated` if it is no valid token. The refusal's audit row is committed by itself,
-    whatever becomes of the caller's transaction. `called`: the token, in a refusal. `said`: what it says of the reason; None: there is no row.
+    Raises `NotAllowed`, as `NotAuthenticated` if it is no valid token. The refusal's audit row is committed by itself, whatever
+    becomes of the caller's transaction. `called`: the token, in a refusal. `said`: what it says of the reason; None: there is
+    no row.
     """
     outside = _known_outside(runtime, token) if identities.are_outside(runtime.settings) else None
     with runtime.autocommit() as connection:

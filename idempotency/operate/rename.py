@@ -25,9 +25,10 @@ def rename_service(app: Celery, old: str, new: str, change: Change) -> dict[str,
     """Give what is stored for the application `old` (`renaming.TABLES`) to this one, which is called `new`.
 
     Returns how many of each. Many short transactions, each with its audit row: if it is interrupted, repeat it. Raises
-    `NotAuthenticated` if a task of theirs moves money and the person is not verified, and `ChangeRefused` while a process of `old` is
-    running, since it would go on to write under that name, while the broker says that others have forwarded dead messages to it, if the rows of
-    a tenant that has moved to another cell are still here, and unless `new` is this application's name. A web server is known by its requests only.
+    `NotAuthenticated` if a task of theirs moves money and the person is not verified, and `ChangeRefused` while a process of
+    `old` is running, since it would go on to write under that name, while the broker says that others have forwarded dead
+    messages to it, if the rows of a tenant that has moved to another cell are still here, and unless `new` is this
+    application's name. A web server is known by its requests only.
     """
     runtime = runtime_of(app)
     settings = runtime.settings

@@ -98,9 +98,10 @@ def replay(app: Celery, letter: int, change: Change, *, confirmed: Collection[To
     """Send a dead letter again under the same key. Returns its operation. A saga that has stopped goes on.
 
     `confirmed`: what was declined or cancelled, or is to be edited, only if a person was shown it so by `to_confirm`, and has
-    confirmed it; None: in any case. Raises `NotConfirmed`, `OperationNotFound`, `ChangeRefused`, `NotAuthenticated` and `ReplayRefused`, the last also
-    for an operation whose end a saga has used, for a message of a stream that its letter does not have yet, for a webhook that was erased or redelivered, and for a message without a
-    valid signature where one is required.
+    confirmed it; None: in any case. Raises `NotConfirmed`, `OperationNotFound`, `ChangeRefused`, `NotAuthenticated` and
+    `ReplayRefused`, the last also for an operation whose end a saga has used, for a message of a stream that its letter does
+    not have yet, for a webhook that was erased or redelivered, and for a message without a valid signature where one is
+    required.
     """
     app.loader.import_default_modules()  # a letter whose operation is not known yet is named by its task
     runtime = runtime_of(app)

@@ -25,7 +25,8 @@ def is_refused(row: Row[Any]) -> bool:
 def check_has_message(connection: Connection, letter: int, settings: Settings) -> None:
     """Raise `ReplayRefused` for a message of a stream that a person has cancelled, and that its stream has not come to since.
 
-    Also for one that names no operation, because it has no key, say, and for one that this application's code takes for another operation by now, or for none: nothing would run it.
+    Also for one that names no operation, because it has no key, say, and for one that this application's code takes for another
+    operation by now, or for none: nothing would run it.
     """
     row = dead_letters.show(connection, letter)
     if row.source == "broker" and row.reason in WITHOUT_OPERATION and (row.queue or "").startswith(TASK_PREFIX):

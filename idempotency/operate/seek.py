@@ -68,8 +68,9 @@ def seek_stream(
 def forget_position(app: Celery, consumer: str, topic: str, partition: int, change: Change) -> int | None:
     """Forget where a consumer was in a partition that it reads no more: its alarm ends. Returns where it was.
 
-    If it is read again after all, it stops until `seek_stream` says where to go on. Raises `OperationNotFound` for one that is not known, `ChangeRefused` for one that a process has or
-    that this application reads, and `NotAuthenticated` for a stream that moves money, by a person who has not proved who they are.
+    If it is read again after all, it stops until `seek_stream` says where to go on. Raises `OperationNotFound` for one that is
+    not known, `ChangeRefused` for one that a process has or that this application reads, and `NotAuthenticated` for a stream
+    that moves money, by a person who has not proved who they are.
     """
     runtime = runtime_of(app)
     app.loader.import_default_modules()

@@ -48,8 +48,8 @@ def add_endpoint(
 ) -> NewEndpoint:
     """Register a URL for a tenant's events. It gets nothing before `enable_endpoint` has challenged it.
 
-    `events`: patterns of types, such as `order.*`. Raises `AddressRefused`, `InvalidKey`, `WrongCell`, and `ChangeRefused` for patterns, and
-    for a URL that the tenant has registered before and not disabled: each event would go there twice.
+    `events`: patterns of types, such as `order.*`. Raises `AddressRefused`, `InvalidKey`, `WrongCell`, and `ChangeRefused` for
+    patterns, and for a URL that the tenant has registered before and not disabled: each event would go there twice.
     """
     tenant, wanted = check_key(tenant, field="tenant"), sorted(set(events))
     runtime.settings.check_cell(tenant)

@@ -53,8 +53,8 @@ class Group:
 class Duplicates:
     """What was found. `rows`: looked at; `without_key`, `without_time`: left out of these. `copies`: all rows of groups but one of each.
 
-    `distances`: how many copies came how long after the row before. `amount`: the sum of the groups' own; `differing`: groups whose
-    rows have several amounts; `unreadable`: amounts in groups that are no number.
+    `distances`: how many copies came how long after the row before. `amount`: the sum of the groups' own; `differing`: groups
+    whose rows have several amounts; `unreadable`: amounts in groups that are no number.
     """
 
     rows: int

@@ -30,7 +30,8 @@ class Part:
 def read_key(table: Table, given: Sequence[str]) -> list[Part]:
     """The parts of a key. A text that is not a column's own name is divided at its commas.
 
-    Raises `IdempotencyError` for a column that is not there or may not be read, one that has no such form, and a part given twice.
+    Raises `IdempotencyError` for a column that is not there or may not be read, one that has no such form, and a part given
+    twice.
     """
     texts = [
         part for each in given for part in ([each] if each in table.columns else [p.strip() for p in each.split(",")])

@@ -50,8 +50,8 @@ def connect_parameters(address: str) -> dict[str, Any]:
 def reading(parameters: dict[str, Any], timeout: float) -> Iterator[Connection[Any]]:
     """A read-only transaction that sees one state of the database and is rolled back. `timeout`: seconds for each statement.
 
-    Raises `IdempotencyError` for whatever Postgres refuses, without values of rows. A role to which row-level security shows a part of
-    the rows is refused: "none" would be the answer for what it may see.
+    Raises `IdempotencyError` for whatever Postgres refuses, without values of rows. A role to which row-level security shows a
+    part of the rows is refused: "none" would be the answer for what it may see.
     """
     try:
         # an option of libpq's would not pass a pooler

@@ -103,8 +103,8 @@ def quoted(name: str) -> str:
 def find_table(connection: Connection[Any], name: str) -> Table:
     """Find a table by its exact name, with or without its schema, which is then one of the login's search path.
 
-    From then on the transaction's path is Postgres' own: no function or operator that somebody has made in the application's schemas
-    is run instead of one of Postgres'. Raises `IdempotencyError` with similar names, or the missing right.
+    From then on the transaction's path is Postgres' own: no function or operator that somebody has made in the application's
+    schemas is run instead of one of Postgres'. Raises `IdempotencyError` with similar names, or the missing right.
     """
     row = connection.execute("SELECT pg_catalog.current_schemas(true)").fetchone()
     connection.execute("SET LOCAL search_path = pg_catalog, pg_temp")

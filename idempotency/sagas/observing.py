@@ -30,8 +30,8 @@ def observe(
 ) -> None:
     """Note a step of a process in `saga_instances`, when the caller commits.
 
-    A step that was noted before changes nothing but the status. Where an operation has that name and key, nothing is noted. Raises
-    `InvalidArguments`, also for the name of a saga of this application, and `InvalidKey`.
+    A step that was noted before changes nothing but the status. Where an operation has that name and key, nothing is noted.
+    Raises `InvalidArguments`, also for the name of a saga of this application, and `InvalidKey`.
     """
     application = app or current_app._get_current_object()
     runtime = runtime_for(application, tenant)

@@ -20,8 +20,8 @@ from .outbox import STUCK
 BATCH = 10_000
 # Where alerts go. Each gets everything once: what one process has logged, another can still send.
 Channel = Literal["log", "webhook"]
-# Of each, one process tells at a time, so that together they keep to one rate: alerts by each channel, and alarms, which would lose
-# their turn to alerts otherwise. Any constants not used elsewhere.
+# Of each, one process tells at a time, so that together they keep to one rate: alerts by each channel, and alarms, which would
+# lose their turn to alerts otherwise. Any constants not used elsewhere.
 LOCKS: dict[Channel | Literal["alarms"], int] = {"log": 0x1DE49080, "webhook": 0x1DE49081, "alarms": 0x1DE49082}
 
 # ---------------------------------------------------------------- alerts

@@ -1,7 +1,7 @@
 """The archive: open dead letters that nobody means to decide now. They are open in all that an open letter decides.
 
-The database takes a letter out of it by itself once the letter is closed or becomes another one (migration 0021). On a schema before
-that, there is none.
+The database takes a letter out of it by itself once the letter is closed or becomes another one (migration 0021). On a schema
+before that, there is none.
 """
 
 from __future__ import annotations

@@ -19,8 +19,8 @@ _WAITING = """idempotency.saga_steps s JOIN idempotency.sagas g ON g.id = s.saga
       AND s.kind = 'wait' AND s.state = 'begun' AND (e.saga_id IS NULL OR e.saga_id = s.saga_id)"""
 _IS_DUE = NOT_ASIDE.format(name=SWEEP, id="g.id::text")
 
-# The events by the saga that waits for them; those that none waits for come with the saga NULL. Without those for which only sagas wait
-# that are set aside: there may be more of them than a pass takes.
+# The events by the saga that waits for them; those that none waits for come with the saga NULL. Without those for which only
+# sagas wait that are set aside: there may be more of them than a pass takes.
 _ASLEEP = f"""
 SELECT w.id::text AS row_id, w.tenant, w.task, w.key, pg_catalog.array_agg(e.id) AS events, w.is_due
 FROM (

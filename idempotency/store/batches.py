@@ -16,8 +16,8 @@ from .inserting import CONFLICT, KEYS_AT_ONCE, LOCKED, fitting, is_partitioned, 
 from .record import idle_ms
 from .statements import IS_CONFIRMED, execute
 
-# In a plain table, and in partitions, where the locks of keys come first. What is locked is asked about alone: a batch that waited
-# would hold its locks meanwhile, for as long as an `on_failed` takes perhaps.
+# In a plain table, and in partitions, where the locks of keys come first. What is locked is asked about alone: a batch that
+# waited would hold its locks meanwhile, for as long as an `on_failed` takes perhaps.
 _PLAIN = {"free": "", "source": "given", "conflict": f"\n{CONFLICT} DO NOTHING"}
 _PARTITIONS = {
     "free": f"""
@@ -51,9 +51,9 @@ RETURNING key, fence, token, attempts, generation, fingerprint,
 """
 _CLAIM_NEW, _CLAIM_NEW_IN_PARTITIONS = (_CLAIM_NEW_WITH.format(**each) for each in (_PLAIN, _PARTITIONS))
 
-# What there is of operations already, and what a single claim would answer for those that have been completed, by the record alone.
-# OFFSET 0, because by the conditions together a plan that is made while the table is small reads all that the application has
-# completed.
+# What there is of operations already, and what a single claim would answer for those that have been completed, by the record
+# alone. OFFSET 0, because by the conditions together a plan that is made while the table is small reads all that the
+# application has completed.
 _RECORDS_OF = """
 WITH given AS MATERIALIZED (
     SELECT * FROM unnest(%(keys)b::text[], %(fingerprints)b::text[]) AS g(key, fingerprint)
@@ -170,7 +170,8 @@ def claimed(
 ) -> list[Claimed]:
     """Those of these operations of one task and tenant that are claimed under one of these tokens.
 
-    For a statement whose answer was lost, which was sent at `asked_at`, by this process's monotonic clock; it may still be running.
+    For a statement whose answer was lost, which was sent at `asked_at`, by this process's monotonic clock; it may still be
+    running.
     """
     ids = {each.id.key: each.id for each in deliveries}
     rows = execute(connection, _UNDER_TOKENS, _named(deliveries, "") | {"tokens": list(tokens)}).fetchall()

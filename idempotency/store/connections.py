@@ -51,7 +51,8 @@ def make_engine(
         options |= {"pool_size": settings.pool_size, "max_overflow": settings.pool_size}
     in_session = {
         "synchronous_commit": "on",
-        # a commit that no standby has confirmed ends with a WARNING: a role or an address may want none; a body may want NOTICEs, too
+        # a commit that no standby has confirmed ends with a WARNING: a role or an address may want none; a body may want
+        # NOTICEs, too
         "client_min_messages": "notice" if begins else "warning",
         # as psycopg reads times; not for bodies, which would lose the order in which the database reads day and month
         **({} if begins else {"datestyle": "ISO"}),
@@ -244,8 +245,8 @@ def _check(driver: CheckedConnection, _: Any) -> None:
         driver.prepare_threshold = None  # the next transaction may reach another backend
 
 
-# The last two: whether row-level security is on, and no policy shows this role the rows of all tenants; whether the records are in
-# partitions.
+# The last two: whether row-level security is on, and no policy shows this role the rows of all tenants; whether the records are
+# in partitions.
 _PROPERTIES = """
 SELECT current_setting('default_transaction_isolation'), pg_backend_pid(), EXISTS (
     SELECT FROM pg_class c

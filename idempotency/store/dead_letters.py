@@ -1,7 +1,7 @@
 """Dead letters, which wait for a person: listing, reporting and replaying them.
 
-How they are stored is in `letters.py`, and what a replay sends in `letter_messages.py`. A replay keeps the key: one transaction marks the letter, opens a new generation
-of the record and writes the outbox row.
+How they are stored is in `letters.py`, and what a replay sends in `letter_messages.py`. A replay keeps the key: one transaction
+marks the letter, opens a new generation of the record and writes the outbox row.
 """
 
 from __future__ import annotations

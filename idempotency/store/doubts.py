@@ -26,8 +26,8 @@ WINDOW = 1_000
 # Reasons under which a letter may be about a call in doubt; what is in doubt is read in the record.
 _REASONS = "('effect_unknown', 'on_failed_error', 'unfinished', 'compensation_failed')"
 
-# Of one letter, if it is named; otherwise of those outside of the archive. None of those in it is in doubt any more: what a person has
-# said is corrected once its letter is restored.
+# Of one letter, if it is named; otherwise of those outside of the archive. None of those in it is in doubt any more: what a
+# person has said is corrected once its letter is restored.
 _ONLY = "(%(letter)s::bigint IS NULL AND d.archived_at IS NULL OR d.id = %(letter)s)"
 _LETTERS = f"""d.status = 'open' AND d.reason IN {_REASONS} AND {_MINE} AND (%(before)s::bigint IS NULL OR d.id < %(before)s)
     AND {_ONLY}"""

@@ -1,7 +1,8 @@
 """What people have corrected in the message of a dead letter, with what it was before, and what callers who used the earlier arguments are told.
 
-An edit gives an operation's record the fingerprint of the corrected arguments. The one before it is kept as a *former* one, as long as
-the record: a request with it is a duplicate of this operation, and never runs. On a schema before 0021 nothing was edited.
+An edit gives an operation's record the fingerprint of the corrected arguments. The one before it is kept as a *former* one, as
+long as the record: a request with it is a duplicate of this operation, and never runs. On a schema before 0021 nothing was
+edited.
 """
 
 from __future__ import annotations

@@ -81,8 +81,8 @@ _UNLESS_CANCELLED = "CASE WHEN saga_status = %(saga_status)s THEN {} ELSE 0 END"
 _UNLESS_WOKEN = "CASE WHEN woken THEN 0 ELSE %(delay)s END"
 _ANEW = ", opened_at = clock_timestamp(), woken = false"
 
-# Claims of one task and tenant under which nothing has run, found by their tokens: a statement whose answer was lost may have made
-# some.
+# Claims of one task and tenant under which nothing has run, found by their tokens: a statement whose answer was lost may have
+# made some.
 _CLAIMED_UNDER = {
     "ctes": "given AS MATERIALIZED (SELECT * FROM unnest(%(keys)b::text[], %(tokens)b::text[]) AS g(given_key, given_token)), ",
     "of": "FROM given ",

@@ -62,8 +62,8 @@ FROM (SELECT o.queue, o.locked_until, o.opened_at, o.service, o.tenant FROM idem
 GROUP BY queue
 """
 
-# Without a message, an operation waits for its caller, in no queue: what its record names as one is its task. What waits for a person
-# is a letter, and not work.
+# Without a message, an operation waits for its caller, in no queue: what its record names as one is its task. What waits for a
+# person is a letter, and not work.
 _WAITS = f"{VISIBLE} AND o.message <> '' AND NOT o.waits"
 _RELEASED = f"""
 {QUEUES.format(table="records", condition="o.available_at IS NOT NULL")}

@@ -2,8 +2,9 @@
 
 A unique index of a partitioned table has to contain the column that it is partitioned by, so there Postgres refuses ON
 CONFLICT. A trigger, `insert_once` (`migrations/partitioning.py`), locks the key until the end of the transaction, looks into
-all partitions, and leaves the row out if its key has a record. Who inserts or moves many locks their keys first, waits for none,
-and leaves out what is locked. Each lock takes room in Postgres' table of locks, so these are at most `KEYS_AT_ONCE` in a transaction.
+all partitions, and leaves the row out if its key has a record. Who inserts or moves many locks their keys first, waits for
+none, and leaves out what is locked. Each lock takes room in Postgres' table of locks, so these are at most `KEYS_AT_ONCE` in a
+transaction.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ _MOVING_LOCK = (
     "pg_catalog.hashtextextended('idempotency.moving', 0) # "
     "(pg_catalog.hashtextextended({tenant} || E'\\n' || {task} || E'\\n' || {key}, 0) & 255)"
 )
-# How many keys a transaction locks at most that inserts or moves many: some dozens of them fit into the table of locks as it is by
-# default (`checks/partitions.py` counts).
+# How many keys a transaction locks at most that inserts or moves many: some dozens of them fit into the table of locks as it is
+# by default (`checks/partitions.py` counts).
 KEYS_AT_ONCE = 100
 # What `idempotency.keys_locked` is set to by who has locked the keys. Code of an earlier checkout says 'on', for other locks.
 LOCKED = "each"

@@ -15,8 +15,8 @@ _NAMED = """
 SELECT DISTINCT tenant, task, key, header_task FROM idempotency.dead_letters WHERE id = ANY(%(ids)s)
 """
 
-# How the operation of an open letter has failed, if that is what the letter is about. An effect that was refused in this generation
-# was refused by the provider.
+# How the operation of an open letter has failed, if that is what the letter is about. An effect that was refused in this
+# generation was refused by the provider.
 _FAILURES = f"""
 SELECT d.id, d.tenant, d.task, d.key, d.failed_at, r.error_code AS code, r.error, refused.effect, refused.code AS refused_as
 FROM idempotency.dead_letters d

@@ -61,10 +61,10 @@ GROUP BY 1, 2, 3 ORDER BY max(failed_at) > clock_timestamp() - interval '1 hour'
 
 _SHOWN = f"SELECT * FROM idempotency.dead_letters WHERE id = %(id)s AND {_MINE}"
 
-# Where each of these letters is: open, or what has become of its operation since. The next letter of an operation is of its own end
-# after the replay, or of the replay's message, which could not be sent or died on its way. Another request under its key, which was
-# refused, says nothing of it, nor does a late copy of an earlier message. The letter of a saga that has stopped stays open until the
-# saga goes on: until then it is tried, as long as the saga is due, or an undo of it that has failed runs again.
+# Where each of these letters is: open, or what has become of its operation since. The next letter of an operation is of its own
+# end after the replay, or of the replay's message, which could not be sent or died on its way. Another request under its key,
+# which was refused, says nothing of it, nor does a late copy of an earlier message. The letter of a saga that has stopped stays
+# open until the saga goes on: until then it is tried, as long as the saga is due, or an undo of it that has failed runs again.
 _FOLLOWED = f"""
 SELECT d.id, d.status, d.reason, d.tenant, d.task, d.key, r.status AS operation, g.status AS saga,
        (SELECT max(n.id) FROM idempotency.dead_letters n

@@ -55,8 +55,9 @@ _STILL_PENDING = "status NOT IN ('published', 'failed')"
 # If a crash of Postgres loses a reservation or a mark, its rows are published twice, which is harmless: do not wait for
 # the disk.
 _UNFLUSHED = "set_config('synchronous_commit', 'off', true)"
-# Not so a reservation where there is a synchronous standby. Its commit waits for all before it, too: after a crash, or where a wait was
-# cancelled, Postgres shows rows that no standby has, and what is published of them would outlive them in the next promotion.
+# Not so a reservation where there is a synchronous standby. Its commit waits for all before it, too: after a crash, or where a
+# wait was cancelled, Postgres shows rows that no standby has, and what is published of them would outlive them in the next
+# promotion.
 _CONFIRMED_OR_UNFLUSHED = """set_config('synchronous_commit', CASE WHEN current_setting('synchronous_standby_names') = '' THEN 'off'
     ELSE current_setting('synchronous_commit') END, true)"""
 
@@ -79,8 +80,8 @@ RETURNING o.id, o.message_id, o.message, o.origin, o.generation, o.refusals, o.r
     NULL AS task, NULL AS ordering_key, {_CONFIRMED_OR_UNFLUSHED}
 """
 
-# Whole lanes are reserved, and their first rows returned, about one batch in total. A lane without rows gives NULLs. Where queues are
-# silent, the first row of each due lane is looked up, to leave out those that begin with a row for one of them.
+# Whole lanes are reserved, and their first rows returned, about one batch in total. A lane without rows gives NULLs. Where
+# queues are silent, the first row of each due lane is looked up, to leave out those that begin with a row for one of them.
 _RESERVE_LANES = f"""
 WITH due AS MATERIALIZED (
     SELECT task, ordering_key FROM idempotency.lanes l

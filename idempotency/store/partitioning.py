@@ -107,9 +107,9 @@ def require_width(width: str) -> None:
 def partition(engine: Engine, width: str) -> None:
     """Partition the table of records by hour, day or week of creation; of one that is partitioned, change what is made from now on.
 
-    Safe to call again, also after an interruption, and beside running processes: all wait for at most `schema.LOCK_TIMEOUT` seconds
-    at a time, and go on with partitions on new connections. There is no way back. Raises `SettingsError` for another width, and
-    for what the table has that would be lost, which it names; and what `schema.migrate` raises.
+    Safe to call again, also after an interruption, and beside running processes: all wait for at most `schema.LOCK_TIMEOUT`
+    seconds at a time, and go on with partitions on new connections. There is no way back. Raises `SettingsError` for another
+    width, and for what the table has that would be lost, which it names; and what `schema.migrate` raises.
     """
     require_width(width)
     exclusively(engine, _prepare)

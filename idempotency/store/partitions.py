@@ -36,8 +36,8 @@ from .sweeps import (
     sweep_settings,
 )
 
-# A partition in which more is needed than this, and than a tenth of it, is not moved: what is past its time there is deleted row by
-# row, until less is left.
+# A partition in which more is needed than this, and than a tenth of it, is not moved: what is past its time there is deleted
+# row by row, until less is left.
 MOVED = 10_000
 # How many keys are asked for at once.
 FETCHED = 20 * BATCH
@@ -45,8 +45,8 @@ FETCHED = 20 * BATCH
 OLDER = 1000
 # Seconds after the end of its period until what no drop has taken away is deleted row by row.
 GRACE = 3600.0
-# Seconds that a look at a partition may take, which joins all of it with the outbox, or its removal. What takes longer stays, and its
-# rows are deleted one by one.
+# Seconds that a look at a partition may take, which joins all of it with the outbox, or its removal. What takes longer stays,
+# and its rows are deleted one by one.
 LOOK_WITHIN = 300.0
 
 # The name under which a row that Postgres refuses to move or to delete is set aside, and tried again later, as by a sweep.
@@ -54,8 +54,8 @@ SWEEP = "partitions"
 
 # no_data_found by its name, undefined_table: another process has dropped it.
 GONE = ("P0002", "42P01")
-# disk_full, out_of_memory (also: no room for a lock), configuration_limit_exceeded (as of temporary files): the server has answered,
-# and another partition may need less than this one. Dropping one makes room.
+# disk_full, out_of_memory (also: no room for a lock), configuration_limit_exceeded (as of temporary files): the server has
+# answered, and another partition may need less than this one. Dropping one makes room.
 TOO_MUCH = ("53100", "53200", "53400")
 
 _MAY = """
@@ -63,14 +63,14 @@ SELECT has_schema_privilege(n.oid, 'USAGE') FROM pg_namespace n, pg_class c
 WHERE n.nspname = %(schema)s AND c.oid = 'idempotency.records'::regclass AND c.relkind = 'p'
   AND has_table_privilege('idempotency.dead_letters'::regclass, 'DELETE')
 """
-# These lock all records until their commit is over, so that waits for no standby. What is committed after it does, and comes after it
-# in the log; a standby that is promoted without it has it done again.
+# These lock all records until their commit is over, so that waits for no standby. What is committed after it does, and comes
+# after it in the log; a standby that is promoted without it has it done again.
 _FOR_NO_STANDBY = "set_config('synchronous_commit', 'local', true)"
 _MAKE = f"SELECT {PARTITIONS}.make(%(name)s, %(begins)s, %(ends)s), {_FOR_NO_STANDBY}"
-# Functions that return keys of a partition's operations (`migrations/partitioning.py`). `living`: of what has not ended, is within its
-# retention, or is another application's. `survivors`: of these, and of what is past its retention and needed by something else; they
-# move. `laden`: of what is deleted together with other rows, once the survivors have moved. `waiting`: of what no attempt is working
-# on; the default partition is emptied of these.
+# Functions that return keys of a partition's operations (`migrations/partitioning.py`). `living`: of what has not ended, is
+# within its retention, or is another application's. `survivors`: of these, and of what is past its retention and needed by
+# something else; they move. `laden`: of what is deleted together with other rows, once the survivors have moved. `waiting`: of
+# what no attempt is working on; the default partition is emptied of these.
 _KEYS = f"""
 SELECT tenant, task, key FROM {PARTITIONS}.{{function}}(
     %(partition)s, %(service)s, make_interval(secs => %(horizon)s), %(most)s)
@@ -190,10 +190,11 @@ def drop_past(
 ) -> tuple[int, bool]:
     """Drop the partitions in which nothing is needed that ended more than `retention` seconds ago.
 
-    Returns how many operations went, and whether more may be due: of each partition, about `limit` at most move one by one, and as
-    many are deleted. `horizon`: for how many seconds after the last publish of its message an operation is needed. What cannot go now is tried
-    again by a later pass: too much in it is needed, or it is in use, or Postgres refuses a row of it. A lock that is not there in
-    time ends the pass: whoever has it (a dump, a report) has all of them, and claims wait behind each try.
+    Returns how many operations went, and whether more may be due: of each partition, about `limit` at most move one by one, and
+    as many are deleted. `horizon`: for how many seconds after the last publish of its message an operation is needed. What
+    cannot go now is tried again by a later pass: too much in it is needed, or it is in use, or Postgres refuses a row of it. A
+    lock that is not there in time ends the pass: whoever has it (a dump, a report) has all of them, and claims wait behind each
+    try.
     """
     dropped, more = 0, False
     for each in partitions.all:

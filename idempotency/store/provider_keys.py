@@ -1,7 +1,7 @@
 """Operations by the key that a provider was given for a call of theirs, as its dashboard shows it.
 
-What has ended is found by an index (migration 0020), which only ends write to; what runs, or waits for its next attempt, is looked
-through. Not by the ids that a provider makes, such as `pi_…`: they are in results, which are nobody's to search.
+What has ended is found by an index (migration 0020), which only ends write to; what runs, or waits for its next attempt, is
+looked through. Not by the ids that a provider makes, such as `pi_…`: they are in results, which are nobody's to search.
 """
 
 from __future__ import annotations

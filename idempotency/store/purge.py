@@ -108,8 +108,9 @@ ABANDONED = Sweep(
     then="",
 )
 
-# Operations of streams that wait for their next attempt long after it was due, while all that the stream reads is handled: their
-# messages were passed over, by a `seek`, or by code that gives them another key. One that a person has opened again runs from its letter.
+# Operations of streams that wait for their next attempt long after it was due, while all that the stream reads is handled:
+# their messages were passed over, by a `seek`, or by code that gives them another key. One that a person has opened again runs
+# from its letter.
 PASSED = Sweep(
     "passed_over",
     table="records",

@@ -56,8 +56,8 @@ WHERE id > %(after)s AND id <= %(last)s AND task = %(old)s AND service = %(servi
 RETURNING ordering_key
 """
 
-# By its digest, a stream finds the letter of a message that it has refused. Where the same message has one under the new name, both
-# stay as they are.
+# By its digest, a stream finds the letter of a message that it has refused. Where the same message has one under the new name,
+# both stay as they are.
 _RENAME_DIGESTS = """
 UPDATE idempotency.dead_letters d SET digest = %(new)s || substr(d.digest, length(%(old)s) + 1)
 WHERE d.id > %(after)s AND d.id <= %(last)s AND starts_with(d.digest, %(old)s || '/') AND starts_with(d.queue, 'stream.')
@@ -65,8 +65,9 @@ WHERE d.id > %(after)s AND d.id <= %(last)s AND starts_with(d.digest, %(old)s ||
                   WHERE o.digest = %(new)s || substr(d.digest, length(%(old)s) + 1) AND starts_with(o.queue, 'stream.'))
 """
 
-# Where a process has handled a partition under the new name already: the earlier of the two positions. Between them, messages that
-# were handled under one of the names are known by their keys. Of another source, the old one means nothing any more. The fence moves, so a process that has it reads again from there.
+# Where a process has handled a partition under the new name already: the earlier of the two positions. Between them, messages
+# that were handled under one of the names are known by their keys. Of another source, the old one means nothing any more. The
+# fence moves, so a process that has it reads again from there.
 _MERGE_POSITIONS = """
 UPDATE idempotency.stream_positions n
 SET position = CASE WHEN n.source <> o.source THEN n.position ELSE least(n.position, o.position) END, fence = pg_catalog.nextval('idempotency.fence'), owner = NULL, locked_until = NULL,

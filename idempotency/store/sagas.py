@@ -147,9 +147,9 @@ WITH {SETTINGS}, ended AS (
 SELECT 1 / count(*) FROM ended
 """
 
-# The saga has gone on from these failures, so they may not be replayed. What may have left something outside stays open.
-# A letter that is being replayed is closed, and still says who has used its operation: its next one asks it.
-# By its record: the letter gives another reason if `on_failed` has failed, too. One that is being replayed has not failed any more.
+# The saga has gone on from these failures, so they may not be replayed. What may have left something outside stays open. A
+# letter that is being replayed is closed, and still says who has used its operation: its next one asks it. By its record: the
+# letter gives another reason if `on_failed` has failed, too. One that is being replayed has not failed any more.
 _STAYS = """EXISTS (SELECT FROM idempotency.records r WHERE (r.tenant, r.task, r.key) = (d.tenant, d.task, d.key)
     AND (r.status <> 'failed' OR r.error_code IN ('effect_unknown', 'unfinished')))"""
 _CLOSE_LETTERS = f"""

@@ -30,13 +30,14 @@ Answer = TypeVar("Answer")
 # read_only_sql_transaction: a standby after a failover, or a server protecting a nearly full disk. For psycopg it is an
 # internal error; here it means that Postgres is unavailable for a while.
 READ_ONLY = "25006"
-# serialization_failure: a record that this waited for has moved to another partition. A second try finds it there: a record moves once
-# in a period. So often a change is tried in all.
+# serialization_failure: a record that this waited for has moved to another partition. A second try finds it there: a record
+# moves once in a period. So often a change is tried in all.
 MOVED, TRIES = "40001", 3
 # deadlock_detected: two transactions that wait for each other, of which Postgres has ended this one.
 DEADLOCK = "40P01"
-# Seconds before the next try after a deadlock. A try made at once may take the row that the other transaction waits for, before that one
-# has been woken (Postgres does not queue a newcomer behind it once the row's last owner is gone), and both would deadlock again.
+# Seconds before the next try after a deadlock. A try made at once may take the row that the other transaction waits for, before
+# that one has been woken (Postgres does not queue a newcomer behind it once the row's last owner is gone), and both would
+# deadlock again.
 PAUSE = 0.1
 # query_canceled, by statement_timeout.
 TIMED_OUT = "57014"
@@ -50,8 +51,8 @@ NO_UNIQUE_INDEX = "42P10"
 OTHER_COLUMNS, CHECKS_PLAN = "0A000", "RevalidateCachedQuery"
 # Classes of SQLSTATE: errors about data quote it; those about a statement have a hint that names columns, and quotes no row.
 DATA, SYNTAX = "22", "42"
-# Those of errors that come again as long as nobody changes something: of the data, of a constraint, of a statement or a right, of a
-# view's check, of a trigger.
+# Those of errors that come again as long as nobody changes something: of the data, of a constraint, of a statement or a right,
+# of a view's check, of a trigger.
 _LASTING = (DATA, "23", SYNTAX, "44", "P0")
 _QUOTED = re.compile('["«„“].*["»“”]', re.DOTALL)
 # The key in a connection's `info` for the cursor of our statements.
@@ -125,8 +126,9 @@ def repeatable(change: Callable[P, Answer]) -> Callable[P, Answer]:
     return repeated
 
 
-# A condition that is always met, and has the answer wait for a synchronous standby as a commit does: it writes to the log. After a crash
-# Postgres shows what was still waiting for one, and an answer that only read it would be lost with the next promotion.
+# A condition that is always met, and has the answer wait for a synchronous standby as a commit does: it writes to the log.
+# After a crash Postgres shows what was still waiting for one, and an answer that only read it would be lost with the next
+# promotion.
 IS_CONFIRMED = "(SELECT pg_catalog.pg_logical_emit_message(true, 'idempotency', ''::text)) IS NOT NULL"
 
 

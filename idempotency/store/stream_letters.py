@@ -32,8 +32,8 @@ _KEEP = f"""
 UPDATE idempotency.dead_letters SET headers = %(headers)s
 WHERE id = (SELECT id FROM ({_NEWEST}) newest) AND headers = %(without)s AND status <> 'discarded'
 """
-# The letter of a message that was refused without touching its operation becomes that of the operation, before its first run: what
-# is opened again is found by it.
+# The letter of a message that was refused without touching its operation becomes that of the operation, before its first run:
+# what is opened again is found by it.
 _ADOPT = f"""
 UPDATE idempotency.dead_letters SET source = 'operation', generation = 0, status = 'replayed', closed_at = clock_timestamp()
 WHERE id = %(letter)s AND {is_open()} RETURNING 1

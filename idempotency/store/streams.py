@@ -1,7 +1,7 @@
 """Where each consumer of a stream is, and who may move that on: one row for each partition.
 
-The position moves in the commit of what the messages have done, and only from where its owner had read it, under the owner's fence:
-a former owner's commit matches nothing. A lease says for how long others leave a partition alone; it decides nothing.
+The position moves in the commit of what the messages have done, and only from where its owner had read it, under the owner's
+fence: a former owner's commit matches nothing. A lease says for how long others leave a partition alone; it decides nothing.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ _FENCE = "pg_catalog.nextval('idempotency.fence')"
 # Never behind the position, which would say that nothing waits. Without one that its owner knows, as far as was known.
 _END = "greatest(%(to)s::bigint, coalesce(%(end)s::bigint, end_position))"
 
-# What it returns of the owner before is as the statement began: one that has come and gone since is not seen. What a position is of
-# stays as it is: a topic and a stream may have one name, and an offset of one means nothing in the other. The new owner has not seen
-# where the stream ends yet.
+# What it returns of the owner before is as the statement began: one that has come and gone since is not seen. What a position
+# is of stays as it is: a topic and a stream may have one name, and an offset of one means nothing in the other. The new owner
+# has not seen where the stream ends yet.
 _TAKE = f"""
 INSERT INTO idempotency.stream_positions AS p (service, consumer, topic, partition, fence, owner, locked_until, source)
 VALUES (%(service)s, %(consumer)s, %(topic)s, %(partition)s, {_FENCE}, %(owner)s, {_LEASE}, %(source)s)
@@ -97,8 +97,8 @@ ON CONFLICT (service, consumer, topic, partition) DO UPDATE
 SET position = excluded.position, advanced_at = excluded.advanced_at, source = excluded.source WHERE p.position IS NULL
 """
 
-# Raises division_by_zero if it matches no row, so that no COMMIT can follow. An owner that freezes from here on is disconnected within
-# half a lease, as the holder of an operation is: the next one waits for this row.
+# Raises division_by_zero if it matches no row, so that no COMMIT can follow. An owner that freezes from here on is disconnected
+# within half a lease, as the holder of an operation is: the next one waits for this row.
 _ADVANCE = f"""
 WITH {SETTINGS}, moved AS (
     UPDATE idempotency.stream_positions
@@ -195,8 +195,8 @@ def take(
 ) -> Held | None:
     """Become the owner of a partition, under a new fence; None: another one's lease is not over.
 
-    `regardless` of that, if the broker has given it to this process. `dead`: owners that are known to be gone. `lease` in seconds.
-    `source`: what is read; what `Held` has is what the position is of.
+    `regardless` of that, if the broker has given it to this process. `dead`: owners that are known to be gone. `lease` in
+    seconds. `source`: what is read; what `Held` has is what the position is of.
     """
     fields = {"owner": owner, "source": source, "lease": lease, "regardless": regardless, "dead": list(dead)}
     row = execute(connection, _TAKE, place.fields() | fields).fetchone()
@@ -320,8 +320,8 @@ def seek(connection: Connection, place: Place, to: int) -> int:
 def standbys(connection: Connection) -> Any:
     """How many `standbys` there are, and whether how far they are `is_hidden` from this role.
 
-    `lag`: by how many seconds the slowest was behind when it last replayed something; None: none is. `replayed` and `written`: how
-    far the slowest is in the log, and how far that goes.
+    `lag`: by how many seconds the slowest was behind when it last replayed something; None: none is. `replayed` and `written`:
+    how far the slowest is in the log, and how far that goes.
     """
     return execute(connection, _STANDBYS).fetchone()
 

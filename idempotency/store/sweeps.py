@@ -127,8 +127,8 @@ class Pace:
 
     # How long it rests, in times of what the batch took, so that others have the disk and the processors.
     rest: float = 0.0
-    # Told of each batch and each rest, and of each row that is handled alone, by which others know that it hangs nowhere. Given the
-    # seconds that a statement may take, if they are many.
+    # Told of each batch and each rest, and of each row that is handled alone, by which others know that it hangs nowhere. Given
+    # the seconds that a statement may take, if they are many.
     progressed: Callable[..., object] = _nothing
     # The most that one sweep takes, in seconds; what is left is for the next pass.
     within: float = math.inf

@@ -30,9 +30,9 @@ _IS_UNREAD = f"""{_DELIVERS} AND status = 'published' AND NOT taken AND message_
 def _elsewhere(besides: str = "", unread: str = _IS_UNREAD) -> str:
     """SQL: anything other than this message will deliver the operation.
 
-    Resend would send the newest row of the newest generation; this message is only a copy if that is another row, or a row that is
-    about to be published again. (A row that a relay has reserved right now, itself or by its lane, is this message: it came back
-    before its confirm was noted.) It is one, too, if another row is `unread`.
+    Resend would send the newest row of the newest generation; this message is only a copy if that is another row, or a row that
+    is about to be published again. (A row that a relay has reserved right now, itself or by its lane, is this message: it came
+    back before its confirm was noted.) It is one, too, if another row is `unread`.
     """
     rows = f"idempotency.outbox o WHERE {_DELIVERS} {besides}"
     return f"""(EXISTS (
@@ -112,9 +112,9 @@ WHERE NOT EXISTS (SELECT FROM given_up)
 """
 _GIVE_UP, _INSERT, _CHANGE = _GIVEN_UP.statements("given_up", _ENDED, _OR_WHY_NOT, before=_DELIVERIES)
 
-# A copy is acknowledged only after something was flushed, because the record that makes it a copy may not be on disk yet.
-# Its own row is settled if it would hide what will deliver the operation: a row of a later generation, or one that no worker
-# has had. That one is written to, so that a pass of resend whose snapshot has both rows does not leave it to this one (`lost.py`).
+# A copy is acknowledged only after something was flushed, because the record that makes it a copy may not be on disk yet. Its
+# own row is settled if it would hide what will deliver the operation: a row of a later generation, or one that no worker has
+# had. That one is written to, so that a pass of resend whose snapshot has both rows does not leave it to this one (`lost.py`).
 _COUNT_COPY = f"""
 WITH counted AS (
     UPDATE idempotency.records SET duplicates = duplicates + 1, updated_at = clock_timestamp()
@@ -134,9 +134,9 @@ _AT_ONCE = f"AND NOT {is_scheduled('o')}"
 # Seconds until a message comes back that was refused so often before. The grace is the sum of these pauses: what it has
 # waited for in a backlog, between two deploys perhaps, does not count.
 _PAUSE = "least(%(pause)s * pg_catalog.power(2, least({before}, 20)), %(cap)s)"
-# A valid message that no worker could run, during a deploy perhaps. It comes back later by its own row or by a new one,
-# so that it is never only in the broker. By a new one if its row has an ordering key, or it would block its lane. Another row that
-# is unread makes it no copy here: it comes back, and its own callbacks follow it.
+# A valid message that no worker could run, during a deploy perhaps. It comes back later by its own row or by a new one, so that
+# it is never only in the broker. By a new one if its row has an ordering key, or it would block its lane. Another row that is
+# unread makes it no copy here: it comes back, and its own callbacks follow it.
 _PUT_BACK = f"""
 WITH own AS (
     SELECT id FROM idempotency.outbox

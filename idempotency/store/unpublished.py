@@ -1,7 +1,7 @@
 """Outbox rows still unpublished when their operation ends.
 
-Each is of an earlier retry, of a second call, or of one that was enqueued for later. Its delivery finds the record, and sends its own
-callbacks or errbacks; so it is published like any other, as long as the broker may take it.
+Each is of an earlier retry, of a second call, or of one that was enqueued for later. Its delivery finds the record, and sends
+its own callbacks or errbacks; so it is published like any other, as long as the broker may take it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from .outbox import refresh_lanes
 from .record import OWN, ROW, named
 from .sweeps import Sweep
 
-# How often the broker has refused a row before it is given up: within an hour, by the pauses of the relay. No deploy takes longer.
+# How often the broker has refused a row before it is given up: within an hour, by the pauses of the relay. No deploy takes
+# longer.
 REFUSALS = 65
 # Rows per pass.
 LIMIT = 1000

@@ -7,8 +7,8 @@ from .callers import Executes
 from .inserting import moving_lock_of
 from .record import OWN, ROW, named
 
-# Row-level security shows the transaction its tenants alone. The lock keeps the record in its partition until the caller commits: to
-# meet one that moves is an error, after which only the caller could begin again.
+# Row-level security shows the transaction its tenants alone. The lock keeps the record in its partition until the caller
+# commits: to meet one that moves is an error, after which only the caller could begin again.
 _ABOUT = f"""
 SELECT idempotency.about(%(tenant)s), pg_advisory_xact_lock_shared({moving_lock_of("%(tenant)s", "%(task)s", "%(key)s")})
 """

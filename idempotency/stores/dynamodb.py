@@ -5,11 +5,11 @@ has the item, and what follows is decided from that: an answer, or a write that 
 
 DynamoDB has no clock that a condition can read. So whether a holder has died is not judged by times that processes have
 written, since their clocks differ: whoever wants its place watches the item. A holder that lives renews its lease, which
-changes the number `renewals`; if fence and renewals stay the same for a whole lease, by the watcher's own monotonic clock,
-the holder has lost it, by its own clock, too. To keep no slot of a worker busy with that, a claim watches only if an
-earlier one by the same message has seen the item in the very same state (`seen`); otherwise it comes again after a pause. Where a
-task has a time limit, the item keeps how long it was watched in this state, and the next delivery watches the rest, if any: a body
-has all of its time, and none of it is spent on watching.
+changes the number `renewals`; if fence and renewals stay the same for a whole lease, by the watcher's own monotonic clock, the
+holder has lost it, by its own clock, too. To keep no slot of a worker busy with that, a claim watches only if an earlier one by
+the same message has seen the item in the very same state (`seen`); otherwise it comes again after a pause. Where a task has a
+time limit, the item keeps how long it was watched in this state, and the next delivery watches the rest, if any: a body has all
+of its time, and none of it is spent on watching.
 
 Wall clocks decide two things: when a released operation is due, and when a record has passed its retention (DynamoDB's own
 deletion, by the attribute `expires_at`, may come days later). They have to agree far better than the shortest retention.
@@ -51,7 +51,8 @@ REMOVE #result, #error, available_at
 _IS_NEW = "attribute_not_exists(id) OR attribute_not_exists(#state) OR expires_at < :now"  # without a state: dropped
 _IS_SAME = "#state = :was AND fence = :fence AND #token = :seen_token AND renewals = :renewals"
 _IS_MINE = "#state = :started AND fence = :fence AND #token = :token"
-# When a watch is carried on: nothing was added to it since it was read, so that of two simultaneous watchers only the first to end counts.
+# When a watch is carried on: nothing was added to it since it was read, so that of two simultaneous watchers only the first to
+# end counts.
 _IS_FIRST = "(attribute_not_exists(watched_as) OR watched_as <> :mark)"
 _GOES_ON = "watched_as = :mark AND watched = :before"
 _NAMES = {"#state": "state", "#token": "token", "#result": "result", "#error": "error"}

@@ -38,7 +38,8 @@ def handle_alone(
     def body(attempt: Attempt) -> Any:
         nonlocal is_lost
         with exits_are_errors():
-            # decoded for each run: a body may change its event, `on_failed` is given it as it came, and not everything can be copied
+            # decoded for each run: a body may change its event, `on_failed` is given it as it came, and not everything can be
+            # copied
             event = stream.event(prepared.message)
             result = stream.handler(Handling(attempt, prepared.message), event)
         crash_point("stream.run")

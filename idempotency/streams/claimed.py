@@ -16,8 +16,8 @@ from .partition import Partition
 def waits_for(runtime: Runtime, policy: Policy, partition: Partition, id: OperationId) -> bool:
     """Whether the message has to wait for the holder of its operation. False: it is free, or was freed of one that is dead.
 
-    The attempt stays used up. An operation that also kills those that would end it stays for the relay, which ends it. Says once in
-    the log whom a partition waits for. Raises SQLAlchemy's errors.
+    The attempt stays used up. An operation that also kills those that would end it stays for the relay, which ends it. Says
+    once in the log whom a partition waits for. Raises SQLAlchemy's errors.
     """
     with runtime.autocommit(id.tenant) as connection:
         holder = recover.holder(connection, id)

@@ -43,7 +43,8 @@ from .tracing import handled
 
 # Seconds that the loop waits for a first message, if there is nothing else to do.
 PATIENCE = 0.5
-# Seconds between two looks at a message that holds up its partition, failed or waiting for its next attempt: a person may have decided.
+# Seconds between two looks at a message that holds up its partition, failed or waiting for its next attempt: a person may have
+# decided.
 STOPPED_PAUSE = 2.0
 # The longest wait, in seconds, for an attempt that another process holds: recovery may end it at any time.
 BUSY_PAUSE = 1.0
@@ -209,8 +210,8 @@ class Consumer:
             partition.alone = range(begins, (last if refusal.by_nature else begins) + 1)
             return
         except DBAPIError as error:
-            # refused at COMMIT, a lock that others hold, or a connection that a body has lost, by what it does or how long it takes:
-            # alone, each message shows whether it was the cause, and its attempts are counted
+            # refused at COMMIT, a lock that others hold, or a connection that a body has lost, by what it does or how long it
+            # takes: alone, each message shows whether it was the cause, and its attempts are counted
             if not error.connection_invalidated:
                 log.info("stream_batch_not_committed", stream=self.stream.name, error=describe(error))
             partition.alone = range(first, last + 1)

@@ -11,7 +11,8 @@ from .sources import KafkaTopics
 
 # Seconds beyond the longest time for which a lease is renewed, until the group counts a process as gone.
 POLL_MARGIN = 60.0
-# Fixed. `auto.offset.reset`: each partition is read from its position in Postgres, so an offset that the broker does not have is an error.
+# Fixed. `auto.offset.reset`: each partition is read from its position in Postgres, so an offset that the broker does not have
+# is an error.
 _SAFE = {
     "enable.auto.commit": "false",
     "enable.auto.offset.store": "false",

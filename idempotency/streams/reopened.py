@@ -39,12 +39,13 @@ class Reopened:
         self._look_at = 0.0
         # What the last look has found, with what is kept of it.
         self._found: deque[tuple[OperationId, str]] = deque()
-        # The last row of a look that has not found all: the next begins behind it, so that those that cannot run keep none from it.
+        # The last row of a look that has not found all: the next begins behind it, so that those that cannot run keep none from
+        # it.
         self._last: Row[Any] | None = None
         # Those that this code cannot run: other code may, after a restart.
         self._unreadable: set[OperationId] = set()
-        # Whose operations are looked for, where this role sees those of one tenant at a time: besides the default one's, those whose
-        # messages were handled last.
+        # Whose operations are looked for, where this role sees those of one tenant at a time: besides the default one's, those
+        # whose messages were handled last.
         self._tenants: dict[str, None] = {}
         self._next = 0
         # Of whom a look asks until it has found all.

@@ -1,7 +1,7 @@
 """Dividing a consumer's partitions among its processes, where the broker has no groups: by leases in Postgres.
 
-Each process registers as a member; all see the same list, and so compute the same shares. A process gives up what is above its share,
-and takes what is free, or whose owner is dead or silent for a lease, up to it.
+Each process registers as a member; all see the same list, and so compute the same shares. A process gives up what is above its
+share, and takes what is free, or whose owner is dead or silent for a lease, up to it.
 """
 
 from __future__ import annotations

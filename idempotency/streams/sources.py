@@ -66,10 +66,10 @@ def kafka(
     """Read topics of Kafka, at `idempotency_kafka_servers`. Needs the extra `kafka`.
 
     `group`: the consumer group that divides the partitions among processes; by default, the application's and the stream's
-    names, with a dot between them (one within a name is `%2E`). Two streams that read the same topic need two groups. `start`: where
-    to begin if there is no position yet; `latest` is where each partition ends when the first process of the consumer starts, and
-    the beginning of a partition that is added later. `options`: librdkafka's, in addition to `idempotency_kafka_options`. Raises
-    `SettingsError`.
+    names, with a dot between them (one within a name is `%2E`). Two streams that read the same topic need two groups. `start`:
+    where to begin if there is no position yet; `latest` is where each partition ends when the first process of the consumer
+    starts, and the beginning of a partition that is added later. `options`: librdkafka's, in addition to
+    `idempotency_kafka_options`. Raises `SettingsError`.
     """
     if not topics or not all(isinstance(each, str) and each for each in topics):
         raise SettingsError("kafka: name at least one topic")

@@ -1,8 +1,9 @@
 """Many messages of a partition in one transaction: what they write, their records and the position are committed together.
 
-No claim is committed before. A crash rolls all of it back, so the next owner of the partition begins where the position is, without waiting for a claim. Only what is
-plain goes this way: new keys, and bodies that write to their session and return. Whatever else comes (an error, an effect, a
-step, a key that something else has) rolls all back, and says which message is to be handled alone.
+No claim is committed before. A crash rolls all of it back, so the next owner of the partition begins where the position is,
+without waiting for a claim. Only what is plain goes this way: new keys, and bodies that write to their session and return.
+Whatever else comes (an error, an effect, a step, a key that something else has) rolls all back, and says which message is to be
+handled alone.
 """
 
 from __future__ import annotations

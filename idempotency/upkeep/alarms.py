@@ -1,8 +1,9 @@
 """Alarms about lasting conditions: work without consumers, late work, silent processes, unknown effects, no relay.
 
-An alarm goes to the log, a metric and the webhook once it has lasted for its `patience`, again every hour while it lasts,
-and once more when it is over. Any number of processes may watch; they share their pace and state in Postgres. Those that
-cannot reach the webhook log, and leave the sending to those that can. At least one has to be running: if all are down, only the gauges of `idempotency metrics` show it.
+An alarm goes to the log, a metric and the webhook once it has lasted for its `patience`, again every hour while it lasts, and
+once more when it is over. Any number of processes may watch; they share their pace and state in Postgres. Those that cannot
+reach the webhook log, and leave the sending to those that can. At least one has to be running: if all are down, only the gauges
+of `idempotency metrics` show it.
 """
 
 from __future__ import annotations

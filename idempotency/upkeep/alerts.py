@@ -1,9 +1,9 @@
 """Alerts about new dead letters, outbox rows that can never be published, and rows that the broker keeps refusing.
 
-They go to the log and a metric, and as {"text": …, "alerts": …} (`notices.py`) to a webhook if one is set: one per service and reason within
-`alert_interval` seconds, with a count. Log and webhook are told independently: a process without the webhook's address, or
-one that cannot reach it, logs, and leaves the sending to the others. Rows are marked after the alert was accepted, so an
-unavailable webhook gets it later, and perhaps twice. Any number of processes may run this.
+They go to the log and a metric, and as {"text": …, "alerts": …} (`notices.py`) to a webhook if one is set: one per service and
+reason within `alert_interval` seconds, with a count. Log and webhook are told independently: a process without the webhook's
+address, or one that cannot reach it, logs, and leaves the sending to the others. Rows are marked after the alert was accepted,
+so an unavailable webhook gets it later, and perhaps twice. Any number of processes may run this.
 """
 
 from __future__ import annotations

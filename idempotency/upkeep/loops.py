@@ -30,8 +30,8 @@ UPKEEP_PAUSE = 1.0
 DEATH_WATCH = 2.0
 # How often it checks for something to alert about; each service and reason also keeps to alert_interval.
 ALERT_WATCH = 5.0
-# How often it purges, and how many rows and seconds of each kind at a time, so that no kind waits for another one; while there are
-# more, it goes on.
+# How often it purges, and how many rows and seconds of each kind at a time, so that no kind waits for another one; while there
+# are more, it goes on.
 PURGE_WATCH = 60.0
 PURGE_LIMIT = 5_000
 PURGE_TIME = 4.0
@@ -43,8 +43,8 @@ def run_relay(celery: Celery, stop: threading.Event) -> None:
     """Run the relay's loops until `stop` is set: publishing, dead letters, alerts, the purge, large results.
 
     Publishing runs in the calling thread, each of the others in its own, so that a slow alert receiver, a waiting `on_failed`
-    or a long purge delays neither messages nor each other. If one of the first four hangs, the relay gives no more signs of life, which other relays notice. The
-    sweep of large results is not watched: it may take hours.
+    or a long purge delays neither messages nor each other. If one of the first four hangs, the relay gives no more signs of
+    life, which other relays notice. The sweep of large results is not watched: it may take hours.
     """
     sweep = runtime_of(celery).settings.sweep
     running, life = Relay(celery), SignOfLife(celery, "relay")

@@ -19,11 +19,12 @@ PAUSE = 1.0
 def sweep(app: Celery) -> int:
     """Delete what is in `large_results_at` and no record refers to; returns how many.
 
-    Such objects are left by purged or erased records, and by attempts that ended between the put and the commit. Nothing is deleted
-    in its first day, or twice the longest run if that is more: an attempt's commit may still come. One that has come may wait for a
-    standby, for days, and is not seen meanwhile; so what is open when the first such object is found has to end, or nothing
-    is deleted, and the next sweep tries again. Lists the whole place, so run it a few times a day. What cannot be deleted
-    holds up nothing else. Raises what the store raises: the first error of a listing, else of a deletion, once all else is done.
+    Such objects are left by purged or erased records, and by attempts that ended between the put and the commit. Nothing is
+    deleted in its first day, or twice the longest run if that is more: an attempt's commit may still come. One that has come
+    may wait for a standby, for days, and is not seen meanwhile; so what is open when the first such object is found has to end,
+    or nothing is deleted, and the next sweep tries again. Lists the whole place, so run it a few times a day. What cannot be
+    deleted holds up nothing else. Raises what the store raises: the first error of a listing, else of a deletion, once all else
+    is done.
     """
     runtime = runtime_of(app)
     store, is_sure, deleted, failed = runtime.settings.large_results_at, False, 0, None

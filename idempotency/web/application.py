@@ -44,7 +44,8 @@ AT_ONCE, LONGEST_WAIT = {"login": 6, "page": 24}, 15.0
 def create_app(celery: Celery, *, host: str = "127.0.0.1", port: int = 8500, token: str | None = None) -> Starlette:
     """The application for a server that listens on this host and port.
 
-    Raises `SettingsError` where people would have to log in and cannot, and `NotAuthenticated` for a `token` that counts for nothing.
+    Raises `SettingsError` where people would have to log in and cannot, and `NotAuthenticated` for a `token` that counts for
+    nothing.
     """
     runtime = runtime_of(celery)
     settings = runtime.settings

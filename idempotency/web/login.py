@@ -1,6 +1,7 @@
 """Logging in by the company's OpenID Connect: the authorization code with PKCE, and the ID token that it brings.
 
-The ID token is believed as commands believe one (`identities`). Not promised: that a person who logs out is logged out at the issuer.
+The ID token is believed as commands believe one (`identities`). Not promised: that a person who logs out is logged out at the
+issuer.
 """
 
 from __future__ import annotations

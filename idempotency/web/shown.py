@@ -1,7 +1,7 @@
 """How values are shown: ages, numbers, what is masked; and pages made from them.
 
-Everything that a template writes is escaped. Nothing of a message's arguments or results is shown but their names and kinds, unless
-a person asks for it (`reveal`).
+Everything that a template writes is escaped. Nothing of a message's arguments or results is shown but their names and kinds,
+unless a person asks for it (`reveal`).
 """
 
 from __future__ import annotations

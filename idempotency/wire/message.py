@@ -43,7 +43,8 @@ _FIELDS = {
     "route": (dict, "an object"),
     "properties": (dict, "an object"),
 }
-# A natively delayed message arrives through an exchange, and waits in queues, of such names; its routing key starts with the delay, one word per bit.
+# A natively delayed message arrives through an exchange, and waits in queues, of such names; its routing key starts with the
+# delay, one word per bit.
 _DELAY_PLACE = "celery_delayed_"
 _DELAY_BITS = 28
 

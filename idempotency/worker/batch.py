@@ -98,8 +98,8 @@ def _try_to_prepare(
 def _in_order(decoded: Sequence[Decoded], ends_at: float) -> Iterator[int]:
     """The places of the messages to be traced, first of those that have ended: what follows them waits for no other.
 
-    Until a limit is near or has come: it is raised once for a job, so what went on after that would have none. In a worker that is
-    told to stop, no further body is begun: Celery gives back what it has only fetched, too.
+    Until a limit is near or has come: it is raised once for a job, so what went on after that would have none. In a worker that
+    is told to stop, no further body is begun: Celery gives back what it has only fetched, too.
     """
     prepared = [prepared_in(request) for _, request, _ in decoded]
     ended = [each is not None and each.answer.outcome is not None for each in prepared]

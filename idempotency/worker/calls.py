@@ -185,8 +185,8 @@ class KeyedTask(Keyed[P, R_co], Generic[P, R_co]):
     ) -> AsyncResult[R_co]:
         """Send the task now. Protected against duplicates, not against a lost publish: that is what `enqueue` is for.
 
-        Raises `MissingKey`, `InvalidKey` and `InvalidArguments`, also for `expires`, `expiration` and a `serializer` other than json;
-        then nothing was sent.
+        Raises `MissingKey`, `InvalidKey` and `InvalidArguments`, also for `expires`, `expiration` and a `serializer` other than
+        json; then nothing was sent.
         """
         follows = options.pop(FOLLOWS, False)
         celerys = (task_id, producer, link, link_error, shadow)

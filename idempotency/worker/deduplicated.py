@@ -145,8 +145,8 @@ class DeduplicatedTask(Without, RetriedTask[P, R_co], Generic[P, R_co]):
     ) -> Any:
         """Send the task now, under its key. Not protected against a lost publish: call it again, under the same key.
 
-        Raises `MissingKey`, `InvalidKey` and `InvalidArguments`, also for `expires`, `expiration` and a `serializer` other than json;
-        then nothing was sent.
+        Raises `MissingKey`, `InvalidKey` and `InvalidArguments`, also for `expires`, `expiration` and a `serializer` other than
+        json; then nothing was sent.
         """
         celerys = (task_id, producer, link, link_error, shadow)
         named = {"idempotency_key": idempotency_key, "tenant": tenant}

@@ -2,9 +2,9 @@
 
 Celery's tracer would send the callbacks and the chain once the task has returned, and take what that raises for the task's own
 error: a committed operation would be a failure to its hooks and errbacks, and the refused call would be gone. So they are sent
-here, before the task returns: while the broker does not take them, the message comes back. A call that can be seen to be refused is
-refused where the whole is sent, and what turns out to be wrong later goes out as it is: the guard of its worker makes it a dead
-letter. Errbacks are sent by Celery.
+here, before the task returns: while the broker does not take them, the message comes back. A call that can be seen to be
+refused is refused where the whole is sent, and what turns out to be wrong later goes out as it is: the guard of its worker
+makes it a dead letter. Errbacks are sent by Celery.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from .using import check_sent
 if TYPE_CHECKING:
     from .calls import KeyedTask
 
-# Wrong with a signature or the application's settings, whatever the broker says: no such queue, no arguments that fit, a body that
-# the broker finds too large.
+# Wrong with a signature or the application's settings, whatever the broker says: no such queue, no arguments that fit, a body
+# that the broker finds too large.
 NEVER_SENT = (CallRefused, ImproperlyConfigured, SerializationError, NotImplementedError, ValueError, TypeError,
               LookupError, AttributeError, PreconditionFailed)  # fmt: skip
 # The option of a signature that follows a task in a worker. It never gets into a message.
@@ -154,8 +154,8 @@ def send(task: KeyedTask, result: Any) -> None:
 def owed(task: KeyedTask, what: str) -> Iterator[None]:
     """Send within this what a committed operation owes.
 
-    Raises `Unanswered` if the broker did not take it: the message has to come back. Raises `UnsupportedControl` if it can never be
-    sent, and `Ignore` as it is.
+    Raises `Unanswered` if the broker did not take it: the message has to come back. Raises `UnsupportedControl` if it can never
+    be sent, and `Ignore` as it is.
     """
     request = task.request
     try:

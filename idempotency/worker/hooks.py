@@ -27,7 +27,8 @@ from ..observe.logs import log
 
 # The strategy of a task with batches, as Celery looks it up.
 BATCHING = "idempotency.worker.batching:strategy"
-# The task id of the last operation carried out here: Celery has forgotten its request when it calls `on_failure` for an error of its own.
+# The task id of the last operation carried out here: Celery has forgotten its request when it calls `on_failure` for an error
+# of its own.
 _carried_out: ContextVar[str | None] = ContextVar("carried_out", default=None)
 # A shallow copy of these is enough.
 IMMUTABLE = frozenset((str, int, float, bool, bytes, type(None)))

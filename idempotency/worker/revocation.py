@@ -33,8 +33,8 @@ from ..wire.headers import MESSAGE_VERSION, REVOKED_HEADER, VERSION_HEADER, all_
 from .calls import KeyedTask
 from .deliveries import delivery_of
 
-# Seconds until an answer counts as lost, and until a lock is given up: the worker's main process serves every other task, too, and a
-# COMMIT may wait for a standby that is away.
+# Seconds until an answer counts as lost, and until a lock is given up: the worker's main process serves every other task, too,
+# and a COMMIT may wait for a standby that is away.
 ANSWERED_WITHIN, LOCKED_WITHIN = 5.0, 3.0
 
 
@@ -125,8 +125,8 @@ def _nested(headers: dict[str, Any]) -> dict[str, Any]:
 def revoke_terminated(task: KeyedTask, context: Any) -> bool:
     """Mark the operation whose attempt Celery terminates, so that its next claim ends it.
 
-    Returns whether its message has to come back for what its record answers: the operation has ended, or another call has the key.
-    Raises what Postgres, or the lack of its answer, raises: it may be marked all the same.
+    Returns whether its message has to come back for what its record answers: the operation has ended, or another call has the
+    key. Raises what Postgres, or the lack of its answer, raises: it may be marked all the same.
     """
     runtime, delivery = runtime_of(task.app), delivery_of(task, context)
     task.check_cell(delivery.id)

@@ -18,8 +18,8 @@ from ..settings import PREFIX, Settings
 from ..wire.headers import SIGNATURE_HEADER
 from ..wire.signing import sign
 
-# The secret of the application whose task is being sent, in this thread; Celery's signal does not say whose message it is. A plain
-# task's is that of the current application: with what it has others called by, it has to be signed, too.
+# The secret of the application whose task is being sent, in this thread; Celery's signal does not say whose message it is. A
+# plain task's is that of the current application: with what it has others called by, it has to be signed, too.
 _secret: ContextVar[SecretStr | None] = ContextVar("idempotency_secret", default=None)
 
 

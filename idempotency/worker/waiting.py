@@ -62,8 +62,8 @@ class Budget:
 class Waiting:
     """How long one delivery waits: `PATIENCE` seconds, and less when the worker stops or the soft time limit passes.
 
-    Once one of a batch has waited in vain, those after it ask only once, until one is answered, and after `OUTAGES` of them all do. An
-    eager call waits only for a Postgres that is away; everything else is raised to its caller.
+    Once one of a batch has waited in vain, those after it ask only once, until one is answered, and after `OUTAGES` of them all
+    do. An eager call waits only for a Postgres that is away; everything else is raised to its caller.
     """
 
     def __init__(

@@ -15,8 +15,9 @@ COMPATIBLE_FROM = "0016"
 DEFAULT = "records_otherwise"
 # Raised with each change of what follows, so that `migrate` and the doctor know functions of an earlier checkout.
 VERSION = 3
-# When all rows there were placed: a time that belongs to no other partition ever. So Postgres knows, by a CHECK, that none of them
-# belongs to a partition that is made, and reads none of them while claims wait. (Not 'infinity', which psycopg does not read.)
+# When all rows there were placed: a time that belongs to no other partition ever. So Postgres knows, by a CHECK, that none of
+# them belongs to a partition that is made, and reads none of them while claims wait. (Not 'infinity', which psycopg does not
+# read.)
 OTHERWISE = "9000-01-01 00:00:00+00"
 # Any constant not used elsewhere: two relays do not make the same partition.
 MAKING_LOCK = 0x1DE4907F
