@@ -212,11 +212,9 @@ def _claim_or_answer(
 
 
 def _note_failed(what: str, deliveries: Sequence[Delivery], error: Exception) -> None:
-    is_expected = isinstance(
-        error, SQLAlchemyError | LeaseLost
-    )  # else a defect; not its traceback, whose texts may have values
-    said = {"error": describe(error)} | ({} if is_expected else {"at": where(error)})
-    (log.warning if is_expected else log.error)(what, task=deliveries[0].id.task, many=len(deliveries), **said)
+    # its place, and not its traceback, whose texts may have values
+    write = log.warning if isinstance(error, SQLAlchemyError | LeaseLost) else log.error
+    write(what, task=deliveries[0].id.task, many=len(deliveries), error=describe(error), at=where(error))
 
 
 class _Batch:
