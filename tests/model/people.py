@@ -72,6 +72,9 @@ class People(Claims):
                 record = self.records[shown.id] = Record("released", owed[0].fingerprint, attempts=0)
             record.end("failed", code="cancelled")
             record.fence = None
+            for row in self.rows.values():  # what was to come later goes at once
+                if (row.id, row.fingerprint, row.status) == (shown.id, record.fingerprint, "pending"):
+                    row.available = True
             for letter in self.letters.values():  # what its message has died of is over
                 is_over = shown.status == "accepted" or letter.reason == "unpublishable"
                 if letter.id == shown.id and letter.status == "open" and is_over:

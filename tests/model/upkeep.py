@@ -15,6 +15,14 @@ from tests.model.choices import fingerprint, nth, some_amount, some_id, which
 from tests.model.expected import Letter, Record, Row
 from tests.model.relays import Relays
 
+# Rows that no worker has had since their operation was due, as far as the model does not know it: by the clock of Postgres, and by
+# what resend has marked.
+_UNREAD = """
+SELECT o.id FROM idempotency.outbox o
+LEFT JOIN idempotency.records r ON (r.tenant, r.task, r.key) = (o.tenant, o.task, o.key) AND r.status = 'released'
+WHERE NOT o.taken AND o.published_at >= coalesce(r.available_at, '-infinity')
+"""
+
 
 class Upkeep(Relays):
     """What sweeps and the consumer of dead messages do."""
@@ -47,6 +55,7 @@ class Upkeep(Relays):
         headers = message.headers | ({"task": "tests.support.bank.gone"} if unknown else {})
         if number is not None or not unknown:
             self.accepted.add((id, fingerprint(id, amount)))
+        unread = set(self.connection.exec_driver_sql(_UNREAD).scalars())
         stored = storing.store(self.app, self.from_broker(message, headers))
         letter = Letter(
             id,
@@ -79,11 +88,12 @@ class Upkeep(Relays):
         goes_on = record is not None and (
             record.status == "started" or (generation is not None and generation != record.generation)
         )
-        if goes_on or self._is_delivered_by_another(id, letter.fingerprint, number):
+        waiting = self._waiting(id, letter.fingerprint, number, unread)
+        if goes_on or waiting or self._is_delivered_by_another(id, letter.fingerprint, number):
             assert stored is None
             if record is not None:
                 record.duplicates += 1
-            self._settle_what_hides_a_later_generation(number)
+            self._settle_what_hides_another(number, waiting)
             return
         if record is None:
             record = self.records[id] = Record("started", fingerprint(id, amount), attempts=0)
@@ -129,11 +139,19 @@ class Upkeep(Relays):
         is_pending = any(other.status == "pending" for each, other in rows.items() if each != number)
         return last != number or is_pending or (row.status == "pending" and not row.reserved)
 
-    def _settle_what_hides_a_later_generation(self, number: int | None) -> None:
+    def _waiting(self, id: OperationId, fingerprint: str | None, number: int | None, unread: set[int]) -> bool:
+        """Whether another message waits in its queue, or is lost and comes back."""
+        lettered = {letter.row for letter in self.letters.values() if letter.status == "open"}
+        return any(
+            row.status == "published" and each in unread and each not in lettered and each != number
+            for each, row in self._deliveries(id, fingerprint).items()
+        )
+
+    def _settle_what_hides_another(self, number: int | None, waiting: bool) -> None:
         if number is None or (row := self.rows[number]).status != "published":
             return
         others = self._deliveries(row.id, row.fingerprint).values()
-        row.settled = row.settled or any(other.generation > row.generation for other in others)
+        row.settled = row.settled or waiting or any(other.generation > row.generation for other in others)
 
     @rule(late=st.booleans())
     def purge(self, late: bool) -> None:
