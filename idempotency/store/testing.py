@@ -66,7 +66,9 @@ WITH waits AS (
         opened_at = least(opened_at, greatest(opened_at - make_interval(secs => %(seconds)s), clock_timestamp()))
     WHERE status = 'released'
 )
-UPDATE idempotency.outbox SET available_at = available_at - make_interval(secs => %(seconds)s) WHERE status = 'pending'
+UPDATE idempotency.outbox
+SET available_at = CASE WHEN status = 'pending' THEN available_at - make_interval(secs => %(seconds)s) ELSE available_at END,
+    published_at = published_at - make_interval(secs => %(seconds)s)
 """
 
 # Whether a saga has called this operation; and of one that is itself a saga, why it has stopped.
