@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from sqlalchemy import Engine, text
 from sqlalchemy.orm import Session
 
-from idempotency.broker.publisher import Publisher
+from idempotency.broker.publisher import CONFIRM_TIMEOUT, Publisher
 from idempotency.relay.resend import resend_lost
 
 from . import jobs
@@ -44,7 +44,7 @@ def measure(database: Engine, *, rounds: int, waiting: int = WAITING) -> Passes:
         connection.execute(text("DELETE FROM idempotency.outbox WHERE key = :key"), {"key": key})
         connection.execute(text("VACUUM ANALYZE idempotency.outbox"))
     jobs.unique.delay(30_000_001)  # so that the queue is not empty
-    publisher = Publisher(jobs.app, confirm_timeout=10.0)
+    publisher = Publisher(jobs.app, confirm_timeout=CONFIRM_TIMEOUT)
     try:
         _pass(publisher, expected=0)  # opens connections that a relay already has
         passes = [_pass(publisher, expected=0)[0] for _ in range(rounds)]

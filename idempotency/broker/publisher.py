@@ -2,8 +2,9 @@
 
 Confirms are pipelined: all messages of a batch are on their way before the first confirm is awaited.
 
-A queue that confirms nothing is left alone for a while, if the broker takes a new connection. Then one message tries it, on a
-channel of its own: RabbitMQ carries out nothing more on a channel whose first message to a queue waits for that one's leader.
+A queue that confirms nothing is left alone for a while, if the broker accepts a new connection. Then one message is sent to see
+whether it answers, on a channel of its own: while the first message that a channel sends to a queue waits for that queue's
+leader, RabbitMQ processes nothing else on the channel.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from pydantic import SecretStr
 
 from ..errors import BrokerUnavailable
 from ..observe.crash_points import crash_point
+from ..observe.logs import log
 from ..store.outbox import Lane
 from ..wire.fitness import first_unfit
 from ..wire.headers import COPIES, FINGERPRINT_HEADER, MARKER_HEADER, SIGNATURE_HEADER
@@ -35,7 +37,7 @@ from .confirms import Confirms
 from .silence import SilentQueues
 
 # Seconds to wait for the confirms of a batch. A queue that gives none by then is left alone (`broker/silence.py`); the broker
-# counts as unavailable only if it takes no new connection.
+# counts as unavailable only if it accepts no new connection.
 CONFIRM_TIMEOUT = 10.0
 # Bytes of the headers' frame that are not headers: the frame's own, and nine properties of at most 256 each.
 _BESIDE_HEADERS = 4096
@@ -196,7 +198,8 @@ class Publisher(BrokerChannel):
         self.close()
         self.silent.note(*queues)  # which are not declared now
         self._connect()
-        self.unconfirming.note(*queues)
+        pause = self.unconfirming.note(*queues)
+        log.warning("queue_silent", queues=", ".join(queues), retry_seconds=pause)
         for id, queue in unconfirmed.items():
             result.hold(id, queue)
 

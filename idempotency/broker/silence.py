@@ -1,7 +1,7 @@
 """Queues that do not answer although their broker does: without a majority of their members, or with a leader that hangs.
 
-They are left alone for a while, so that they hold up no others. However many they are, there is one pause for all, and one try
-after it: whoever waits for an answer waits no more than a share of the time.
+They are left alone for a while, so that they hold up no others. All of them have one pause, however many they are, and are tried
+together after it, so that waiting for their answers takes no more than a fixed share of the time.
 """
 
 from __future__ import annotations
@@ -44,7 +44,6 @@ class SilentQueues:
         for queue in queues:
             self._silent.pop(queue, None)
             self._silent[queue] = None
-        log.warning("queue_silent", queues=", ".join(queues), retry_seconds=self._pause)
         return self._pause
 
     @contextmanager
@@ -53,7 +52,7 @@ class SilentQueues:
         try:
             yield
         except TimeoutError:
-            self.note(queue)
+            log.warning("queue_silent", queues=queue, retry_seconds=self.note(queue))
             raise
         except ChannelError:
             self.answered(queue)

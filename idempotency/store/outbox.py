@@ -24,7 +24,7 @@ from ..wire.keys import OperationId
 from ..wire.message import Message
 from .callers import Executes
 from .letters import insert_for_rows_sql
-from .statements import IS_CONFIRMED
+from .statements import confirm
 
 # A row that the broker has refused this many times raises an alert; it is still retried. The index outbox_stuck contains
 # the same number.
@@ -213,8 +213,7 @@ def insert(
         },
     )
     if given is not None and not written.rowcount:
-        # the first row, on whose strength this message is given up
-        connection.exec_driver_sql(f"SELECT {IS_CONFIRMED}", {})
+        confirm(connection)  # the first row, on whose strength this message is given up
     return message_id
 
 

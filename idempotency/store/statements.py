@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from functools import wraps
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 from weakref import WeakSet
 
 import psycopg
@@ -23,6 +23,9 @@ from sqlalchemy.exc import DBAPIError, OperationalError, StatementError
 from ..errors import NotConnected
 from ..observe import outages
 from ..text import without_values
+
+if TYPE_CHECKING:  # which imports this module
+    from .callers import Executes
 
 P = ParamSpec("P")
 Answer = TypeVar("Answer")
@@ -132,9 +135,9 @@ def repeatable(change: Callable[P, Answer]) -> Callable[P, Answer]:
 IS_CONFIRMED = "(SELECT pg_catalog.pg_logical_emit_message(true, 'idempotency', ''::text)) IS NOT NULL"
 
 
-def confirm(connection: Connection) -> None:
+def confirm(connection: Executes) -> None:
     """Wait, as a commit does, until a synchronous standby has everything that this connection could read."""
-    connection.exec_driver_sql(f"SELECT {IS_CONFIRMED}")
+    connection.exec_driver_sql(f"SELECT {IS_CONFIRMED}", {})
 
 
 def sqlstate(error: DBAPIError) -> str | None:
