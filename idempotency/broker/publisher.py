@@ -129,7 +129,9 @@ class Publisher(BrokerChannel):
 
     def _pipelined(self, batch: list[tuple[str, Message]], result: Published) -> None:
         plan = self._planned(batch, result)
-        main, tries = self._confirming(), dict[str, Confirms]()
+        self._connect()
+        assert self._sending is not None
+        main, tries = self._sending, dict[str, Confirms]()
         main.begin()
         try:
             for id, message in plan.sent:
@@ -277,7 +279,8 @@ class Publisher(BrokerChannel):
             with suppress(TimeoutError):
                 self._broker.drain_events(timeout=left)
 
-    def _confirming(self) -> Confirms:
+    def _connect(self) -> Any:
+        channel = super()._connect()
         if self._sending is None:
-            self._sending = Confirms(self._connect(), are_given=self._confirms)
-        return self._sending
+            self._sending = Confirms(channel, are_given=self._confirms)
+        return channel
