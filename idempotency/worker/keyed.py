@@ -54,8 +54,9 @@ class Keyed(TypedTask[P, R_co], Generic[P, R_co]):
     acks_on_failure = True
     if not hasattr(Task, "acks_on_timeout"):  # Celery 5.5 and 5.6 have one option for both
         acks_on_failure_or_timeout = False
-    # Celery logs results and sends them to Flower; a result may hold what neither should show.
-    resultrepr_maxsize = 1
+    # Celery logs results and sends them to Flower; a result may hold what neither should show. Not one character is shown:
+    # the first alone tells true from false.
+    resultrepr_maxsize = 0
     # What Celery would do outside the attempt: see `hooks`.
     tracks_attempts: ClassVar[bool] = False
     own_before_start: ClassVar[Any] = None

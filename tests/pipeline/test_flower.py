@@ -92,6 +92,7 @@ def test_flower_shows_workers_tasks_and_keys_but_no_arguments_or_results(
             task = eventually(finished(client, key), what="a finished task with its key")
             assert task["name"] == bank_module.returning.name
             assert task["state"] == "SUCCESS"
+            assert task["result"] == ", ..."
             assert secret not in client.get(f"/api/task/info/{task['uuid']}").text
         assert secret not in client.get("/api/tasks").text
 
