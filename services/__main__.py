@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 import shlex
 import signal
 import sys
@@ -32,7 +33,7 @@ def up() -> None:
     """Start the servers that are not running, with the data of earlier runs."""
     with _exclusive():
         provide()
-        services = Services(STATE)
+        services = _services()
         began = time.monotonic()
         services.start()
         given = "" if len(services.servers) == len(NEEDS) else ", the others are given in the environment"
@@ -56,7 +57,7 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON array instead of a table.")] = False,
 ) -> None:
     """Show each server: its state, its pid, and its address without the password."""
-    services = Services(STATE)
+    services = _services()
     rows = [_row(services, name) for name in NEEDS]
     if as_json:
         print(json.dumps(rows))
@@ -72,7 +73,7 @@ def status(
 @app.command()
 def env() -> None:
     """Print the addresses as export lines, for eval "$(python -m services env)"."""
-    services = Services(STATE)
+    services = _services()
     for server in services.servers.values():
         if not server.running:
             raise ServiceError(f"{server.name} is not running; start it with: make up")
@@ -106,6 +107,12 @@ def kafka(
     print(cluster.servers, flush=True)
     ended.wait()
     cluster.close()
+
+
+def _services() -> Services:
+    """Those of the state directory. An address that `env` has put into this shell is not another server's."""
+    ours = Services(STATE, given={}).environment().items()
+    return Services(STATE, given=dict(os.environ.items() - ours))
 
 
 def _row(services: Services, name: str) -> dict[str, str | int | None]:

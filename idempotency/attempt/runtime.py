@@ -206,6 +206,7 @@ class Runtime:
             raise
         except Exception as error:
             self._objects_away_until = time.monotonic() + OBJECTS_REST
+            log.warning("result_not_kept", error=type(error).__name__, rest=OBJECTS_REST)
             raise objects.ResultNotKept(
                 _objects_pause(), f"the place of large results does not take one: {type(error).__name__}"
             ) from error

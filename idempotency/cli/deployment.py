@@ -31,7 +31,7 @@ from ..text import number_of
 from ..upkeep import maintenance, objects
 from ..upkeep.loops import run_relay
 from .options import AppOption, JsonOption
-from .terminal import application, console, errors, log_to_stderr, plain, print_json, stopped_by_signals
+from .terminal import application, console, errors, log_to_stderr, plain, print_json, print_line, stopped_by_signals
 
 commands = typer.Typer()
 
@@ -124,6 +124,8 @@ def doctor(
     findings = [each for each in diagnose(application(app)) if not (problems and each.level is Level.OK)]
     if as_json:
         print_json([asdict(finding) for finding in findings])
+    elif not findings:
+        print_line("no problems")
     else:
         table = Table("", *(Column(name, overflow="fold") for name in ("what", "found", "what to do or why")))
         colours = {Level.REFUSAL: "red", Level.WARNING: "yellow", Level.OK: "green"}

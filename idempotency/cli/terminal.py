@@ -91,12 +91,16 @@ def print_line(text: str) -> None:
 def print_table(*columns: str, rows: Iterable[Iterable[Any]], title: str | None = None) -> None:
     """Print a table of plain text: no markup is interpreted and no control character reaches the terminal.
 
-    Of a table that is too wide for the terminal, each row is printed on its own, with a line for each column.
+    Of a table that is too wide for the terminal, each row is printed on its own, with a line for each column. Without rows, a
+    line says so.
     """
     table = Table(title=title, title_justify="left")
     for column in columns:
         table.add_column(column, overflow="fold")
     cells = [[cell if hasattr(cell, "__rich_console__") else Text(plain(cell)) for cell in row] for row in rows]
+    if not cells:
+        print_line(f"{title}: none" if title else "none")
+        return
     for row in cells:
         table.add_row(*row)
     if len(columns) <= FOLDED or _width(table) <= console.width:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -366,6 +367,10 @@ def test_the_command_line_starts_once_shows_and_stops(tmp_path: Path) -> None:
         assert "hidden" not in str(before)
         exported = run("env").stdout
         assert all(f"export {variable}=" in exported for variable in ADDRESSES)
+        # in a shell that has taken them
+        environment |= dict(shlex.split(line)[1].split("=", 1) for line in exported.splitlines())
+        assert json.loads(run("status", "--json").stdout) == before
+        assert run("env").stdout == exported
     finally:
         assert "stopped: postgres, redis" in run("down").stdout
     assert "nothing was running" in run("down").stdout

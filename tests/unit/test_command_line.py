@@ -12,7 +12,7 @@ from psycopg.errors import InsufficientPrivilege, UndefinedFunction, UndefinedTa
 from typer.main import get_group
 
 from idempotency.cli import root
-from idempotency.cli.terminal import application
+from idempotency.cli.terminal import application, print_table
 from idempotency.contrib.django.integration import Django
 from idempotency.errors import IdempotencyError
 from idempotency.framework import Framework, framework, use_framework
@@ -44,6 +44,12 @@ def test_an_application_that_is_not_there_is_told_from_a_module_that_is_not(name
     with pytest.raises(IdempotencyError) as refused:
         application(name)
     assert str(refused.value) == f"--app {name}: {why}; name your Celery application with -A, or in CELERY_APP"
+
+
+def test_a_table_without_rows_is_a_line_that_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    print_table("id", "key", rows=[])
+    print_table("id", "key", rows=[], title="attempts")
+    assert capsys.readouterr().out == "none\nattempts: none\n"
 
 
 @pytest.mark.parametrize(("used", "command"), [(Framework, "idempotency"), (Django, "manage.py idempotency")])

@@ -42,7 +42,13 @@ def place(bank: Celery, tmp_path: Path) -> Path:
 
 
 def test_one_result_that_is_refused_does_not_keep_another_of_its_process_for_ever(
-    bank: Celery, engine: Engine, deliveries: Deliveries, place: Path, entries: Any, record: Any
+    bank: Celery,
+    engine: Engine,
+    deliveries: Deliveries,
+    place: Path,
+    entries: Any,
+    record: Any,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Both are made again half a minute later, and a refusal lets the place rest: who comes first must not be fixed."""
     bank.conf.idempotency_large_results_at = Limited(str(place))
@@ -68,6 +74,7 @@ def test_one_result_that_is_refused_does_not_keep_another_of_its_process_for_eve
             continue
         break
     assert (record("good").status, record("bad").status) == ("completed", "released")
+    assert "event=result_not_kept error=OSError" in caplog.text
 
 
 class Base(DeclarativeBase):
