@@ -89,7 +89,7 @@ class Attempt:
 
         If the lease has run out by this process's clock (the process or its heartbeat was paused), Postgres is asked first.
         """
-        if self._holding.lost and (self._holding.taken or not self._renewed()):
+        if self._holding.lost and (self._holding.given_up or not self._renewed()):
             self.runtime.heartbeat.lose(self._holding, "over")
             raise LeaseLost(f"{self.claim.id.task}: another attempt may hold the operation")
 

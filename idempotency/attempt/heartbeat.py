@@ -38,7 +38,8 @@ class Holding:
     clock: RunClock | None = None
     since: float = field(init=False)
     renewed_at: float = field(init=False)
-    taken: bool = False
+    # it counts as the holder no more: its lease has ended, a write matched nothing, or a COMMIT was not answered
+    given_up: bool = False
 
     def __post_init__(self) -> None:
         self.since = self.renewed_at = self.claim.asked_at
@@ -59,7 +60,7 @@ class Holding:
 
         The clock is read because a process that was paused goes on before its heartbeat does.
         """
-        return self.taken or time.monotonic() - self.renewed_at > self.lease
+        return self.given_up or time.monotonic() - self.renewed_at > self.lease
 
 
 class Heartbeat:
@@ -125,7 +126,7 @@ class Heartbeat:
         for holding in holdings:
             if now - holding.run_started_at < self._longest_run:
                 renewable.append(holding)
-            elif not holding.taken:
+            elif not holding.given_up:
                 self.lose(holding, "max_run")
         if not renewable:
             return
@@ -152,9 +153,9 @@ class Heartbeat:
     def lose(self, holding: Holding, why: str) -> None:
         """Note that an attempt is not the holder any more, once."""
         with self._lock:
-            if holding.taken or self._holdings.get(holding.claim.token) is not holding:
+            if holding.given_up or self._holdings.get(holding.claim.token) is not holding:
                 return  # known, or finished meanwhile
-            holding.taken = True
+            holding.given_up = True
         metrics.leases_lost.labels(holding.claim.id.task).inc()
         log.warning("lease_lost", why=why, task=holding.claim.id.task, key=holding.claim.id.key)
 

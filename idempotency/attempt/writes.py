@@ -182,14 +182,14 @@ class FencedWrites:
 
     def fenced(self) -> NoReturn:
         """A write matched nothing, because the attempt no longer holds the operation."""
-        self._holding.taken = True
+        self._holding.given_up = True
         metrics.fenced.labels(self._task).inc()
         log.warning("fenced", **self.names)
         raise LeaseLost(f"{self._task}: the write of a former holder matched nothing")
 
     def _doubt(self, error: BaseException) -> NoReturn:
         """The answer to a COMMIT was lost: neither the session nor the claim can be used any more."""
-        self._holding.taken = True
+        self._holding.given_up = True
         if self._session is not None:
             self._session.invalidate()
         metrics.in_doubt.labels(self._task).inc()

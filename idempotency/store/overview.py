@@ -1,6 +1,6 @@
 """What operators look at: queues, processes, counts and lists, as far as Postgres knows.
 
-Of one application, its `service`, with what has no name; and who else uses the tables (`sharing.py`).
+Of one application, its `service`, with what has no name; and who else uses the tables (`sharers.py`).
 
 Read-only, and every query reads a bounded number of rows, however long the backlog: a count stops at its share of
 `BOUND` and says so, and ended operations are estimated from a sample if there are many.
@@ -18,7 +18,7 @@ from sqlalchemy import Connection, Row
 from sqlalchemy.pool import NullPool
 
 from ..settings import Settings
-from . import archive, edits, processes, sharing, stream_status, webhooks
+from . import archive, edits, processes, sharers, stream_status, webhooks
 from .connections import make_engine
 from .record import is_open
 
@@ -308,7 +308,7 @@ def take_snapshot(connection: Connection, settings: Settings) -> Snapshot:
     seen = processes.processes(connection)
     found.processes = [process for process in seen if process.service == settings.service]
     found.others = [process for process in seen if process.service != settings.service]
-    found.sharers = sharing.sharers(connection, settings, bound=BOUND)
+    found.sharers = sharers.sharers(connection, settings, bound=BOUND)
     found.streams = stream_status.status(connection, settings.service)
     found.disabled_webhooks = webhooks.disabled_by_itself(connection, settings.service)
     return found

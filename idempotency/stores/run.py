@@ -50,7 +50,7 @@ class StoreAttempt:
 
     def check_lease(self) -> None:
         """Raise `LeaseLost` if another attempt may hold the operation, or if that cannot be known."""
-        if self._holding.lost and (self._holding.taken or not self._renewed()):
+        if self._holding.lost and (self._holding.given_up or not self._renewed()):
             self.runtime.heartbeat.lose(self._holding, "over")
             raise LeaseLost(f"{self.claim.id.task}: another attempt may hold the operation")
 

@@ -29,7 +29,7 @@ from .partition import Partition
 from .rabbitmq_ends import REFUSED, TAG, Ends
 from .rabbitmq_message import OFFSET_HEADER, as_stream_message, offset_of
 from .reader import AHEAD, BEYOND, OVERTAKEN
-from .sharing import leave, shares
+from .shares import leave, shares
 from .sources import RabbitStream
 
 # How often in a lease it is looked at how partitions are divided.

@@ -10,7 +10,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from ..framework import framework
-from ..store import alarms, flow, schema, sharing
+from ..store import alarms, flow, schema, sharers
 from ..store.overview import Snapshot
 from ..upkeep.started import start_of
 from .desk import desk_of, visitor_of
@@ -33,7 +33,7 @@ def seen(request: Request) -> dict[str, Any]:
             # what belongs to no tenant is for those who see all
             alive = [] if tenants is not None else flow.processes(connection, desk.service)
             active = [] if tenants is not None else alarms.active(connection, desk.service)
-            others = [] if tenants is not None else sharing.sharers(connection, settings, bound=OTHERS)
+            others = [] if tenants is not None else sharers.sharers(connection, settings, bound=OTHERS)
             revision = schema.current_revision(connection)
         broker = desk.broker() if tenants is None else Snapshot()
         named = {name for name, stages in found.queues.items() if stages.has_work} | {*broker.queues}

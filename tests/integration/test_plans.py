@@ -29,7 +29,7 @@ from idempotency.store import (
     outbox,
     overview,
     recover,
-    sharing,
+    sharers,
 )
 from idempotency.store.overview import monitoring_connection
 from idempotency.store.statements import execute
@@ -153,7 +153,7 @@ def test_the_gauges_read_only_what_is_pending(planned: Plan) -> None:
 
 def test_who_shares_the_tables_is_read_from_indexes(bank: Celery) -> None:
     with monitoring_connection(settings_of(bank)) as connection:
-        plan = explain(connection, sharing._SHARERS)
+        plan = explain(connection, sharers._SHARERS)
     for index in ("outbox_pending", "outbox_unnamed", "lanes_due"):
         assert index in plan, plan
     assert "Seq Scan on outbox" not in plan, plan

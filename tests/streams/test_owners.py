@@ -9,7 +9,7 @@ import pytest
 
 from idempotency.store import stream_status, streams
 from idempotency.store.stream_places import Place
-from idempotency.streams.sharing import fair_share
+from idempotency.streams.shares import fair_share
 from tests.streams.conftest import Make
 from tests.support.outside import OutsideWorld
 from tests.support.processes import eventually
