@@ -218,7 +218,6 @@ def test_a_counter_changed_past_the_session_is_shown_with_both_values(
     assert "Expected:  2\n    Seen:      3" in said
 
 
-@pytest.mark.quick
 def test_a_call_outside_of_an_effect_is_found_by_its_second_time(
     define: Callable[..., Any], report: Callable[..., Any], call: Callable[..., Any]
 ) -> None:

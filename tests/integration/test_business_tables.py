@@ -136,6 +136,7 @@ print(json.dumps({"charges": len(charges), "keys": len(set(charges)), "answers":
 """
 
 
+@pytest.mark.long
 def test_a_payment_that_is_called_under_two_keys_is_not_completed_twice(
     servers: services.Services, environment: dict[str, str]
 ) -> None:

@@ -41,6 +41,7 @@ def left(engine: Engine) -> int:
         return int(connection.execute(text("SELECT count(*) FROM idempotency.records")).scalar_one())
 
 
+@pytest.mark.long
 def test_it_tells_of_each_batch_and_ends_in_time(bank: Celery, engine: Engine) -> None:
     with engine.connect() as connection:
         connection.exec_driver_sql(SLOW)

@@ -301,6 +301,7 @@ def publish(app: Celery, account: str, eta: datetime) -> None:
         )
 
 
+@pytest.mark.long
 def test_a_message_with_a_far_eta_waits_in_the_outbox_and_not_in_a_worker(
     bank: Celery, processes: Processes, engine: Engine, relay: Any, entries: Callable[[str], int]
 ) -> None:

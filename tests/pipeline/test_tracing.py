@@ -25,7 +25,8 @@ def call(environment: dict[str, str], *arguments: str) -> str:
     return done.stdout.strip()
 
 
-@pytest.mark.parametrize("tool", [pytest.param("sentry", marks=pytest.mark.long), "opentelemetry"])
+@pytest.mark.long
+@pytest.mark.parametrize("tool", ["sentry", "opentelemetry"])
 def test_one_trace_goes_from_the_caller_to_every_attempt(
     tool: str,
     bank: Celery,

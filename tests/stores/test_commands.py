@@ -59,6 +59,7 @@ def test_a_command_about_postgres_says_why_it_has_nothing_to_do(tmp_path: Path, 
         assert "Traceback" not in answer.stderr, each
 
 
+@pytest.mark.long
 def test_the_doctor_looks_at_the_store_and_users_of_rabbitmq_can_be_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -223,6 +223,7 @@ def test_a_port_in_use_is_one_line_that_names_it(
     assert "Address already in use" in line
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("environment", "says"),
     cases(
