@@ -1,41 +1,25 @@
-"""One connection and one channel to the broker, and what the broker says about its queues."""
+"""One connection and one channel to the broker, opened when they are needed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
-from amqp.basic_message import Message as AmqpMessage
-from amqp.exceptions import AccessRefused, AMQPError, ChannelError, NotFound, PreconditionFailed, ResourceLocked
+from amqp.exceptions import ChannelError, NotFound
 from celery import Celery
 from kombu import Connection as BrokerConnection
-from kombu import Message as BrokerMessage
-from kombu import Queue
-from kombu.exceptions import KombuError
 
 from ..errors import BrokerUnavailable
 from ..observe.logs import log
 from ..observe.unreachable import reason
-from ..queues import QuorumQueue, dead_letter_queues
-from ..tls import amqp_options
+from ..queues import dead_letter_queues
+from .connections import BROKER_ERRORS, bounded, connect
+from .queues import InQueue, counted, declare_queues, from_leader
 from .silence import SilentQueues
 
-# What a broker that is away, or refuses, raises; a socket's time-out is an OSError.
-BROKER_ERRORS = (AMQPError, KombuError, OSError)
-# Seconds to wait for the confirm of a message that is forwarded.
-FORWARD_TIMEOUT = 5.0
 # Seconds that a worker may take to say what it holds: Celery's own patience.
 REPLY = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class InQueue:
-    """What is in a queue: messages ready, and consumers. Messages that consumers hold are not counted."""
-
-    ready: int
-    consumers: int
 
 
 class BrokerChannel:
@@ -64,7 +48,7 @@ class BrokerChannel:
         with self._asking() as channel:
             try:
                 with self.silent.noting(queue):
-                    return from_leader(channel, queue) if self._confirms else _counted(channel, queue)
+                    return from_leader(channel, queue) if self._confirms else counted(channel, queue)
             except NotFound:
                 return InQueue(0, 0)
             except ChannelError as error:
@@ -131,130 +115,3 @@ class BrokerChannel:
         queues = list(self._app.amqp.queues.values())
         self._channel = declare_queues(self._broker, [*dead_letter_queues(queues), *queues], self.silent)
         return self._channel
-
-
-def brokers(make: Callable[..., BrokerConnection]) -> list[Any]:
-    """The addresses that an application gives, one for each broker; None: its only one.
-
-    `make`: the application's `connection_for_read` or `connection_for_write`. Raises `ValueError` for what is no address.
-    """
-    with make() as whole:
-        return list(dict.fromkeys(whole.alt)) or [None]
-
-
-def bounded(app: Celery, timeout: float) -> Callable[[BrokerConnection], None]:
-    """What prepares a connection whose socket counts as broken once it has taken or given nothing for so many seconds."""
-
-    def prepare(broker: BrokerConnection) -> None:
-        options = {**app.conf.broker_transport_options}
-        if broker.transport.driver_type == "amqp":
-            # and we count confirms ourselves
-            options |= {"confirm_publish": False, "read_timeout": timeout, "write_timeout": timeout}
-        broker.transport_options = options
-
-    return prepare
-
-
-def connect(
-    make: Callable[..., BrokerConnection],
-    prepare: Callable[[BrokerConnection], object] = lambda connection: None,
-    **options: Any,
-) -> BrokerConnection:
-    """A new connection to the first of an application's brokers that takes one, in the order of its address.
-
-    kombu's own way tries two of several, and after the first has forgotten how this connection verifies. `make`: as for
-    `brokers`; it gets the `options`. `prepare` gets the connection before it connects. A broker that answers nothing takes
-    `connect_timeout` seconds. Raises what the last one said.
-    """
-    addresses = brokers(make)
-    for number, address in enumerate(addresses, 1):
-        connection = verifying(make(address, **options))
-        prepare(connection)
-        try:
-            connection.ensure_connection(
-                max_retries=1 if len(addresses) == 1 else 0,
-                interval_start=0,
-                reraise_as_library_errors=False,
-            )
-        except BaseException as error:
-            connection.collect()
-            if number == len(addresses) or not isinstance(error, Exception):
-                raise
-            log.warning("broker_passed_over", number=number, error=type(error).__name__)
-        else:
-            return connection
-    raise AssertionError("an application has at least one broker")
-
-
-def verifying(connection: BrokerConnection) -> BrokerConnection:
-    """The same connection, which over TLS compares the certificate's name with the host's unless it is told otherwise."""
-    if connection.transport.driver_type == "amqp":
-        connection.ssl = amqp_options(connection.ssl)
-    return connection
-
-
-def declare_queues(connection: BrokerConnection, queues: Iterable[Queue], silent: SilentQueues | None = None) -> Any:
-    """Declare queues on a new channel, which is returned. One that others have declared, or otherwise, stays as it is.
-
-    Those that are left alone as `silent` are left out, as will be one that does not answer now; that one is an error.
-    """
-    channel, silent = connection.channel(), SilentQueues() if silent is None else silent
-    named = {queue.name: queue for queue in queues}
-    for name in silent.in_turn(named):
-        queue = named[name]
-        try:
-            with silent.noting(name):
-                queue(channel).declare()
-        except (PreconditionFailed, AccessRefused, ResourceLocked) as error:
-            # it exists, which is all that publishing and consuming need
-            log.warning("queue_differs", queue=name, error=type(error).__name__)
-            channel = connection.channel()
-    return channel
-
-
-def points_to_shared(channel: Any, queues: Iterable[Queue], silent: SilentQueues) -> bool:
-    """Whether the broker has one of these queues with the shared dead-letter queue of earlier versions."""
-    named = {queue.name: queue for queue in queues if isinstance(queue, QuorumQueue)}
-    for name in silent.in_turn(named):
-        with silent.noting(name):
-            if named[name].points_to_shared(channel):
-                return True
-    return False
-
-
-def forward(connection: BrokerConnection, message: BrokerMessage, queue: str) -> bool:
-    """Publish a message to a queue as it is. Returns once the broker has confirmed it; False if there is no such queue.
-
-    The queue is not declared here: a name in a header would make a queue for ever.
-    """
-    with connection.channel() as channel:
-        try:
-            channel.queue_declare(queue, passive=True)
-        except NotFound:
-            return False
-        copy = AmqpMessage(message.body, **{**message.properties, "delivery_mode": 2})
-        channel.basic_publish_confirm(
-            copy, exchange="", routing_key=queue, mandatory=True, confirm_timeout=FORWARD_TIMEOUT
-        )
-    return True
-
-
-def _counted(channel: Any, queue: str) -> InQueue:
-    """Over a broker that counts no consumers, as Redis."""
-    try:
-        return InQueue(channel.queue_declare(queue, passive=True).message_count, 0)
-    except ChannelError:  # kombu's own, for every queue that does not exist
-        return InQueue(0, 0)
-
-
-def from_leader(channel: Any, queue: str) -> InQueue:
-    """What is in a queue, by its leader. Raises `ChannelError` if it is not there, and what the connection raises without a leader."""
-    declared = channel.queue_declare(queue, passive=True)
-    if declared.message_count:
-        return InQueue(declared.message_count, declared.consumer_count)
-    # "0 messages, 0 consumers" is also what RabbitMQ says about a quorum queue without a leader. A get goes to the
-    # leader, or fails.
-    if (message := channel.basic_get(queue, no_ack=False)) is not None:
-        channel.basic_reject(message.delivery_tag, requeue=True)
-        return InQueue(1, declared.consumer_count)
-    return InQueue(0, channel.queue_declare(queue, passive=True).consumer_count)

@@ -32,8 +32,9 @@ from ..wire.limits import beyond_limits
 from ..wire.message import Message
 from ..wire.signing import sign
 from .batch import Published, Refusal
-from .channel import BROKER_ERRORS, BrokerChannel
+from .channel import BrokerChannel
 from .confirms import Confirms
+from .connections import BROKER_ERRORS
 from .silence import SilentQueues
 
 # Seconds to wait for the confirms of a batch. A queue that gives none by then is left alone (`broker/silence.py`); the broker

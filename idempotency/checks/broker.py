@@ -12,7 +12,8 @@ from amqp.exceptions import ChannelError
 from celery import Celery
 from kombu import Connection
 
-from ..broker.channel import BROKER_ERRORS, brokers, connect, from_leader
+from ..broker.connections import BROKER_ERRORS, brokers, connect
+from ..broker.queues import from_leader
 from ..errors import SettingsError
 from ..hosts import is_loopback
 from ..queues import dead_letter_queues

@@ -9,7 +9,7 @@ from amqp.exceptions import AccessRefused, NotFound, ResourceLocked
 from celery import Celery
 from kombu import Connection
 
-from ..broker.channel import BROKER_ERRORS, connect
+from ..broker.connections import BROKER_ERRORS, connect
 from ..broker.rights import DOCTOR
 from .findings import Finding, refusal, warning
 from .unreachable import TIMEOUT

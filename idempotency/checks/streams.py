@@ -8,7 +8,7 @@ from typing import Any
 from amqp.exceptions import NotFound
 from celery import Celery
 
-from ..broker.channel import connect
+from ..broker.connections import connect
 from ..errors import MissingExtra, SettingsError
 from ..extras import extra
 from ..observe.logs import log

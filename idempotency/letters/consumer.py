@@ -29,7 +29,8 @@ from sqlalchemy.exc import OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from ..application import runtime_of
-from ..broker.channel import BROKER_ERRORS, bounded, connect, declare_queues, forward, points_to_shared
+from ..broker.connections import BROKER_ERRORS, bounded, connect
+from ..broker.queues import declare_queues, forward, points_to_shared
 from ..broker.silence import SilentQueues
 from ..errors import SettingsError
 from ..observe.crash_points import crash_point

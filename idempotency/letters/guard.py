@@ -21,7 +21,7 @@ from kombu import Message
 
 from ..application import runtime_of
 from ..attempt.runtime import Runtime
-from ..broker.channel import declare_queues
+from ..broker.queues import declare_queues
 from ..observe.logs import log
 from ..queues import dead_letter_queues
 from ..store import markers as stored_markers

@@ -18,7 +18,7 @@ from kombu import Connection as BrokerConnection
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
-from ..broker.channel import BROKER_ERRORS, connect
+from ..broker.connections import BROKER_ERRORS, connect
 from ..errors import BrokerUnavailable, SettingsError
 from ..observe.crash_points import crash_point
 from ..observe.logs import log

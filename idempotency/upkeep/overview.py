@@ -13,7 +13,7 @@ from celery import Celery
 from kombu import Connection as BrokerConnection
 from sqlalchemy import Connection
 
-from ..broker.channel import BROKER_ERRORS, connect
+from ..broker.connections import BROKER_ERRORS, connect
 from ..settings import Settings
 from ..store import overview
 from ..store.overview import TIMEOUT, QueueState, Snapshot

@@ -27,7 +27,7 @@ import services
 from idempotency import OperationId
 from idempotency.application import runtime_of
 from idempotency.attempt.hints import Hint, Hints
-from idempotency.broker.channel import declare_queues
+from idempotency.broker.queues import declare_queues
 from idempotency.checks.findings import Level
 from idempotency.checks.redis import check_redis
 from idempotency.letters.consumer import DeadLetterConsumer

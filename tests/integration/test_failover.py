@@ -20,8 +20,9 @@ import services
 from idempotency.application import runtime_of, settings_of
 from idempotency.attempt.hints import Hint, Hints
 from idempotency.broker.batch import Published
-from idempotency.broker.channel import BrokerChannel, InQueue
+from idempotency.broker.channel import BrokerChannel
 from idempotency.broker.publisher import Publisher
+from idempotency.broker.queues import InQueue
 from idempotency.checks.broker import check_broker
 from idempotency.checks.findings import Level
 from idempotency.checks.redis import _sentinels, check_redis

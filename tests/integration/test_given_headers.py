@@ -13,7 +13,7 @@ from celery.app.task import Context
 from sqlalchemy import Engine, text
 
 from idempotency.application import close_runtime
-from idempotency.broker.channel import declare_queues
+from idempotency.broker.queues import declare_queues
 from idempotency.errors import InvalidArguments
 from idempotency.letters.examine import examine
 from idempotency.queues import dead_letter_queues

@@ -19,7 +19,7 @@ from sqlalchemy.orm import Session
 from typer.testing import CliRunner
 
 from idempotency import DidNotHappen, OperationId, PermanentError
-from idempotency.broker.channel import declare_queues
+from idempotency.broker.queues import declare_queues
 from idempotency.cli.many import each_of
 from idempotency.cli.root import cli
 from idempotency.errors import DiscardRefused, ReplayRefused

@@ -23,7 +23,8 @@ from sqlalchemy import create_engine, text
 from sqlalchemy.orm import Session
 
 from idempotency.application import close_runtime
-from idempotency.broker.channel import BrokerChannel, verifying
+from idempotency.broker.channel import BrokerChannel
+from idempotency.broker.connections import verifying
 from idempotency.checks.broker import check_broker
 from idempotency.checks.doctor import doctor
 from idempotency.checks.findings import Finding, Level

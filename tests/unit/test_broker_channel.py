@@ -5,7 +5,8 @@ from __future__ import annotations
 from celery import Celery
 from kombu import Queue
 
-from idempotency.broker.channel import BrokerChannel, InQueue
+from idempotency.broker.channel import BrokerChannel
+from idempotency.broker.queues import InQueue
 
 
 def test_messages_are_counted_and_a_missing_queue_is_empty() -> None:

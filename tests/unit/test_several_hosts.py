@@ -8,7 +8,7 @@ import pytest
 from celery import Celery
 
 from idempotency.application import settings_of
-from idempotency.broker.channel import brokers
+from idempotency.broker.connections import brokers
 from idempotency.checks.broker import require_broker_address
 from idempotency.checks.doctor import check_configuration
 from idempotency.checks.findings import Level
