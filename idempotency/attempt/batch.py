@@ -1,7 +1,7 @@
 """Many first attempts of one task, claimed by one statement; and, if they are to, run and completed in one transaction.
 
-    answers = claim_together(runtime, deliveries, tokens, clock)
-    answers = run_together(runtime, deliveries, tokens, policy, body, ends_at, clock)
+    answers = claim_together(runtime, deliveries, tokens, job)
+    answers = run_together(runtime, deliveries, tokens, policy, body, job)
 
 Claimed together are operations that have no record yet, and those that have been completed are answered; the caller runs
 each claim by `run`, in a transaction of its own. Only what is plain is run together: bodies that write to their session and
@@ -38,7 +38,7 @@ from ..store.statements import describe, where
 from ..wire.delivery import Delivery
 from ..wire.keys import OperationId
 from .endings import Finished, is_for_anothers_lock
-from .heartbeat import Holding, RunClock
+from .heartbeat import Holding, JobTime
 from .policy import Policy
 from .runtime import Runtime
 from .sharing import SharingAttempt, run_within
@@ -80,13 +80,12 @@ def run_together(
     tokens: Sequence[str],
     policy: Policy,
     body: BatchBody,
-    ends_at: float,
-    clock: RunClock,
+    job: JobTime,
 ) -> list[BatchAnswer]:
     """Claim, run and commit these deliveries of one task and tenant, with keys that differ; one answer for each.
 
-    Each is claimed under its token. `ends_at`: by the monotonic clock; nothing is begun or committed after it. `clock` is
-    restarted with each body, so the longest run is that of one of them; once their sum is longer, the rest runs alone.
+    Each is claimed under its token. Nothing is begun or committed once the time of the job is over. It is restarted with each body,
+    so the longest run is that of one of them; once their sum is longer, the rest runs alone.
 
     Raises what ends the process, and `SoftTimeLimitExceeded`, also for that: the caller gives back then what is claimed under the
     tokens. Whatever else goes wrong, they are run alone.
@@ -99,13 +98,13 @@ def run_together(
 
     def hold(claim: Claimed) -> None:
         place = places[claim.id.key]
-        attempts[place] = SharingAttempt(runtime, claim, deliveries[place], policy, clock)
+        attempts[place] = SharingAttempt(runtime, claim, deliveries[place], policy, job)
 
     try:
         if type(framework()) is Framework:  # a framework's own connection is in one session at a time
             completed = _claim_or_answer(runtime, deliveries, tokens, hold)
             what = "batch_not_committed"
-            done = _Batch(runtime, dict(sorted(attempts.items())), policy, body, ends_at, clock).run()
+            done = _Batch(runtime, dict(sorted(attempts.items())), policy, body, job).run()
         else:
             metrics.batches.labels(task, "alone").inc()
     except SoftTimeLimitExceeded:
@@ -131,18 +130,18 @@ def run_together(
 
 
 def claim_together(
-    runtime: Runtime, deliveries: Sequence[Delivery], tokens: Sequence[str], clock: RunClock
+    runtime: Runtime, deliveries: Sequence[Delivery], tokens: Sequence[str], job: JobTime
 ) -> list[BatchAnswer]:
     """Claim these deliveries of one task and tenant, with keys that differ, to be run one after the other.
 
-    The heartbeat renews the claims of those that wait, for the longest run from each restart of `clock`. Raises as
+    The heartbeat renews the claims of those that wait, for the longest run from each restart of the job's time. Raises as
     `run_together` does; whatever else goes wrong, claims that are not known to have been made are made one by one.
     """
     completed: dict[str, Completed] = {}
     holdings: dict[str, Holding] = {}
 
     def hold(claim: Claimed) -> None:
-        holdings[claim.id.key] = holding = Holding(claim, claim.fingerprint, runtime.settings.lease, clock)
+        holdings[claim.id.key] = holding = Holding(claim, claim.fingerprint, runtime.settings.lease, job)
         runtime.heartbeat.hold(holding)
 
     ran, is_in_doubt = "each", False
@@ -224,11 +223,9 @@ class _Batch:
         attempts: dict[int, SharingAttempt],
         policy: Policy,
         body: BatchBody,
-        ends_at: float,
-        clock: RunClock,
+        job: JobTime,
     ) -> None:
-        self._ends_at = ends_at
-        self._clock = clock
+        self._job = job
         self._runtime = runtime
         self._attempts = attempts
         self._policy = policy
@@ -298,7 +295,7 @@ class _Batch:
     ) -> tuple[Any, str] | None:
         """Run a body behind what the others wrote. Returns its result, also as text; None: it cannot stay, and nothing of it does."""
         self._check_time()
-        self._clock.restart()
+        self._job.restart()
         try:
             body = partial(self._body, place)
             return run_within(self._runtime, connection, attempt, body, savepoint=savepoint)
@@ -322,7 +319,7 @@ class _Batch:
 
     def _check_time(self) -> None:
         """Raise `SoftTimeLimitExceeded`, which the pool raises once: a body may have handled it."""
-        if time.monotonic() >= self._ends_at:
+        if self._job.is_over:
             raise SoftTimeLimitExceeded
 
     def _complete(self, connection: Connection, written: dict[int, tuple[Any, str]]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _thread
+import math
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -17,25 +18,37 @@ from .hints import Hints
 
 
 @dataclass(slots=True)
-class RunClock:
-    """Since when `max_run` counts, for all claims of one job. Restarted with each body, and while the job waits for Postgres."""
+class JobTime:
+    """The time of one job of the pool, by the monotonic clock: until when it begins bodies, and since when `max_run` counts for its
+    claims that wait. That is restarted with each body, and while the job waits for Postgres.
+    """
 
+    ends_at: float = math.inf
+    # What is raised once for a whole job has ended a body, or the body has handled it: no other is begun.
+    is_interrupted: bool = False
     started_at: float = field(default_factory=time.monotonic)
 
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more is to be begun or committed together."""
+        return self.is_interrupted or time.monotonic() >= self.ends_at
+
     def restart(self) -> None:
-        """Count from now."""
+        """Count `max_run` from now."""
         self.started_at = time.monotonic()
 
 
 @dataclass(slots=True, eq=False)
 class Holding:
-    """One attempt's hold on its operation. `lease` in seconds; `since` and `renewed_at` by the monotonic clock."""
+    """One attempt's hold on its operation. `lease` in seconds; the times are those of the monotonic clock."""
 
     claim: Claimed
     fingerprint: str
     lease: float
     # of a claim that waits in a batch, or shares its transaction
-    clock: RunClock | None = None
+    job: JobTime | None = None
+    # when its body could begin: later than its lease, if it has waited in a batch
+    began: float = field(default_factory=time.monotonic)
     since: float = field(init=False)
     renewed_at: float = field(init=False)
     # it counts as the holder no more: its lease has ended, a write matched nothing, or a COMMIT was not answered
@@ -47,7 +60,7 @@ class Holding:
     @property
     def run_started_at(self) -> float:
         """Since when `max_run` counts."""
-        return self.since if self.clock is None else self.clock.started_at
+        return self.began if self.job is None else self.job.started_at
 
     @property
     def is_renewed(self) -> bool:

@@ -13,7 +13,7 @@ from ..store.answers import Claimed
 from ..store.connections import act_for
 from ..wire.delivery import Delivery
 from .attempt import Attempt
-from .heartbeat import Holding, RunClock
+from .heartbeat import Holding, JobTime
 from .policy import Policy
 from .runtime import Runtime
 from .session import BETWEEN, LEADING, sessions_of
@@ -52,10 +52,10 @@ class SharingAttempt(Attempt):
     stored: str | None = None
 
     def __init__(
-        self, runtime: Runtime, claim: Claimed, delivery: Delivery, policy: Policy, clock: RunClock | None = None
+        self, runtime: Runtime, claim: Claimed, delivery: Delivery, policy: Policy, job: JobTime | None = None
     ) -> None:
         super().__init__(runtime, claim, delivery, policy)
-        self._holding.clock = clock
+        self._holding.job = job
 
     def keep(self) -> Holding:
         """Have the heartbeat renew its claim until the body runs alone."""

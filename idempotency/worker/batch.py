@@ -7,19 +7,22 @@ it is, and the trace of any other runs it alone, under its claim if it has one.
 from __future__ import annotations
 
 import math
+import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from billiard.exceptions import SoftTimeLimitExceeded
+from billiard.pool import soft_timeout_sighandler
 from celery import current_app
 from kombu.serialization import loads as loads_message
 from kombu.serialization import prepare_accept_content
 
 from ..application import runtime_of
 from ..attempt.giving_back import give_back
-from ..attempt.heartbeat import RunClock
+from ..attempt.heartbeat import JobTime
 from ..attempt.policy import Policy
 from ..observe.logs import log
 from .prepared import BUDGET, Prepared, prepare, prepared_in
@@ -36,6 +39,9 @@ Traced = tuple[int, Any, float]
 Decoded = tuple[str, dict[str, Any], Any]
 # Of the job's shorter time limit: after this share no message is begun, for the pool's clock started before ours.
 BEGIN_WITHIN = 0.9
+# What billiard turns into an exception in a process of the pool: a person's `revoke(terminate=True)`, the end of a worker that does
+# not wait, and by SIGUSR1 the soft time limit.
+ENDING = (signal.SIGHUP, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1)
 
 
 def run_batch(
@@ -47,22 +53,21 @@ def run_batch(
     """
     app = current_app._get_current_object()
     task, accept = app.tasks[name], prepare_accept_content(app.conf.accept_content)
-    ends_at = math.inf if limit is None else time.monotonic() + BEGIN_WITHIN * limit
+    job = JobTime(math.inf if limit is None else time.monotonic() + BEGIN_WITHIN * limit)
     decoded = [
         (id, request, _decoded(body, content_type, encoding, accept))
         for id, request, body, content_type, encoding in calls
     ]
     results: list[Traced | None] = [None] * len(calls)
-    clock = RunClock()
-    budget = Budget(limit, while_waiting=clock.restart)
+    budget = Budget(limit, job=job)
     for _, request, _ in decoded:
         request[BUDGET] = budget
     try:
-        with suppress(SoftTimeLimitExceeded):
-            if not is_stopping() and not _try_to_prepare(task, decoded, ends_at, clock):
+        with suppress(SoftTimeLimitExceeded), _noting_signals(job):
+            if not is_stopping() and not _try_to_prepare(task, decoded, job):
                 return results
-            for place in _in_order(decoded, ends_at):
-                clock.restart()
+            for place in _in_order(decoded, job):
+                job.restart()
                 id, request, body = decoded[place]
                 results[place] = _traced(
                     trace, name, id, request, calls[place][2:] if body is None else (body, None, None)
@@ -81,12 +86,33 @@ def run_batch(
     return results
 
 
-def _try_to_prepare(
-    task: IdempotentTask[..., Any], decoded: Sequence[Decoded], ends_at: float, clock: RunClock
-) -> bool:
+@contextmanager
+def _noting_signals(job: JobTime) -> Iterator[None]:
+    """Note on the job, in a process of its own, that a signal has come to end it: a body may handle what that raises once."""
+    if signal.getsignal(signal.SIGUSR1) is not soft_timeout_sighandler:  # not in a process of Celery's pool
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in ENDING}
+
+    def note(number: int, frame: FrameType | None) -> None:
+        job.is_interrupted = True
+        if callable(handler := before[signal.Signals(number)]):
+            handler(number, frame)
+
+    for number in ENDING:
+        signal.signal(number, note)
+    try:
+        yield
+    finally:
+        for number in ENDING:
+            if signal.getsignal(number) is note:  # a first SIGTERM makes the second one fatal
+                signal.signal(number, before[number])
+
+
+def _try_to_prepare(task: IdempotentTask[..., Any], decoded: Sequence[Decoded], job: JobTime) -> bool:
     """Returns False if not one of them can be looked at now: all messages come again."""
     try:
-        prepare(task, [(request, body) for _, request, body in decoded if body is not None], ends_at, clock)
+        prepare(task, [(request, body) for _, request, body in decoded if body is not None], job)
     except SoftTimeLimitExceeded:
         raise
     except Exception:
@@ -95,7 +121,7 @@ def _try_to_prepare(
     return True
 
 
-def _in_order(decoded: Sequence[Decoded], ends_at: float) -> Iterator[int]:
+def _in_order(decoded: Sequence[Decoded], job: JobTime) -> Iterator[int]:
     """The places of the messages to be traced, first of those that have ended: what follows them waits for no other.
 
     Until a limit is near or has come: it is raised once for a job, so what went on after that would have none. In a worker that
@@ -104,13 +130,9 @@ def _in_order(decoded: Sequence[Decoded], ends_at: float) -> Iterator[int]:
     prepared = [prepared_in(request) for _, request, _ in decoded]
     ended = [each is not None and each.answer.outcome is not None for each in prepared]
     for place in sorted(range(len(decoded)), key=lambda place: not ended[place]):
-        if time.monotonic() >= ends_at:
-            return
-        if is_stopping() and not ended[place]:
+        if job.is_over or (is_stopping() and not ended[place]):
             return
         yield place
-        if (each := prepared[place]) is not None and each.is_interrupted:
-            return
 
 
 def _traced(

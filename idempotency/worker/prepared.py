@@ -20,7 +20,7 @@ from celery.app.task import Context
 
 from ..application import runtime_of
 from ..attempt.batch import BatchAnswer, claim_together, run_together
-from ..attempt.heartbeat import RunClock
+from ..attempt.heartbeat import JobTime
 from ..attempt.policy import Policy
 from ..attempt.run import Outcome
 from ..attempt.runtime import Runtime
@@ -48,8 +48,6 @@ class Prepared:
     delivery: Delivery
     answer: BatchAnswer
     has_begun: bool = False
-    # by what is raised once for a whole job
-    is_interrupted: bool = False
     # what a body that has ended together with others, and its hooks, have changed in their request
     left: dict[str, Any] = field(default_factory=dict)
 
@@ -88,9 +86,9 @@ def note_end(request: Any, outcome: Outcome) -> None:
 
 
 def note_interrupted(request: Any) -> None:
-    """Note that the job's time limit has come: the messages after this one are not begun."""
-    if (prepared := prepared_for(request)) is not None:
-        prepared.is_interrupted = True
+    """Note that what is raised once for a whole job has come: the messages after this one are not begun."""
+    if (budget := budget_of(request)) is not None:
+        budget.job.is_interrupted = True
 
 
 def prepared_in(request: dict[str, Any]) -> Prepared | None:
@@ -106,17 +104,15 @@ class _Member(NamedTuple):
     request: dict[str, Any]
 
 
-def prepare(
-    task: IdempotentTask[..., Any], calls: Sequence[tuple[dict[str, Any], Any]], ends_at: float, clock: RunClock
-) -> None:
+def prepare(task: IdempotentTask[..., Any], calls: Sequence[tuple[dict[str, Any], Any]], job: JobTime) -> None:
     """Claim what is plain, and run it if it commits together; note in each request what came of it."""
     runtime = runtime_of(task.app)
     policy = Policy.of(task, runtime.settings)
     for _, of_tenant in groupby(_plain(task, calls), key=lambda each: each.delivery.id.tenant):
         if is_stopping():
             return
-        clock.restart()
-        _prepare_tenant(task, runtime, policy, list(of_tenant), ends_at, clock)
+        job.restart()
+        _prepare_tenant(task, runtime, policy, list(of_tenant), job)
 
 
 def _plain(task: IdempotentTask[..., Any], calls: Sequence[tuple[dict[str, Any], Any]]) -> list[_Member]:
@@ -147,8 +143,7 @@ def _prepare_tenant(
     runtime: Runtime,
     policy: Policy,
     members: Sequence[_Member],
-    ends_at: float,
-    clock: RunClock,
+    job: JobTime,
 ) -> None:
     deliveries = [each.delivery for each in members]
     tokens = [secrets.token_hex(16) for _ in members]
@@ -161,9 +156,9 @@ def _prepare_tenant(
     for member, each in zip(members, prepared, strict=True):
         member.request[PREPARED] = each
     if task.batch_commit == "each" or len(members) == 1:  # one shares its transaction with nobody
-        answers = claim_together(runtime, deliveries, tokens, clock)
+        answers = claim_together(runtime, deliveries, tokens, job)
     else:
-        answers = _run_members(task, runtime, policy, members, prepared, ends_at, clock)
+        answers = _run_members(task, runtime, policy, members, prepared, job)
     for each, answer in zip(prepared, answers, strict=True):
         each.answer = answer
 
@@ -174,15 +169,14 @@ def _run_members(
     policy: Policy,
     members: Sequence[_Member],
     prepared: Sequence[Prepared],
-    ends_at: float,
-    clock: RunClock,
+    job: JobTime,
 ) -> list[BatchAnswer]:
     """Run them in one transaction, and note what those that have ended there have left in their requests."""
     before = [dict(vars(each.context)) for each in members]
     deliveries, tokens = [each.delivery for each in members], [each.answer.token for each in prepared]
     spans, finished = BatchSpans(runtime, deliveries, partial(_run_body, task, members, before)), list[int]()
     try:
-        answers = run_together(runtime, deliveries, tokens, policy, spans.run, ends_at, clock)
+        answers = run_together(runtime, deliveries, tokens, policy, spans.run, job)
         finished = [place for place, answer in enumerate(answers) if answer.finished is not None]
     finally:
         spans.end(finished)

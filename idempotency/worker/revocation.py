@@ -14,6 +14,7 @@ What Celery says of a revoked task follows once the operation has ended: the sta
 from __future__ import annotations
 
 import secrets
+import time
 from typing import Any
 
 from billiard.einfo import ExceptionWithTraceback
@@ -36,6 +37,9 @@ from .deliveries import delivery_of
 # Seconds until an answer counts as lost, and until a lock is given up: the worker's main process serves every other task, too,
 # and a COMMIT may wait for a standby that is away.
 ANSWERED_WITHIN, LOCKED_WITHIN = 5.0, 3.0
+# Seconds without a question after one that took longer than `QUICK` in vain: a batch is terminated a message at a time.
+REST, QUICK = 60.0, 1.0
+_rests_until = 0.0
 
 
 def _raised(exc_info: Any) -> BaseException:
@@ -105,17 +109,30 @@ class Request(KeyedRequest):
         if not terminated:
             self._request_dict["headers"][REVOKED_HEADER] = True
             return
-        try:
-            comes_back = revoke_terminated(self._task, self._context)
-        except Exception:
-            # Not marked, so not acknowledged: the message comes back, and this worker remembers the revoke.
-            log.exception("revoke_failed", task=self.name, task_id=self.id)
+        comes_back = self._mark()
+        if comes_back is not False:
             self.reject(requeue=True)
-        else:
-            if comes_back:
-                self.reject(requeue=True)
-                return
-        super()._announce_revoked(reason, terminated, signum, expired)
+        if not comes_back:
+            super()._announce_revoked(reason, terminated, signum, expired)
+
+    def _mark(self) -> bool | None:
+        """`revoke_terminated`. None: not marked, so not acknowledged: the message comes back, and this worker remembers the revoke."""
+        global _rests_until
+        if (began := time.monotonic()) < _rests_until:
+            log.warning(
+                "revoke_failed",
+                task=self.name,
+                task_id=self.id,
+                error="not asked: there was no answer about another one",
+            )
+            return None
+        try:
+            return revoke_terminated(self._task, self._context)
+        except Exception:
+            log.exception("revoke_failed", task=self.name, task_id=self.id)
+            if time.monotonic() - began > QUICK:
+                _rests_until = time.monotonic() + REST
+            return None
 
 
 def _nested(headers: dict[str, Any]) -> dict[str, Any]:

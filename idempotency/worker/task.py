@@ -222,8 +222,7 @@ class IdempotentTask(ControlledTask[P, R_co]):
                 outcome = run(runtime, delivery, policy, self._body, answer, self._new_attempt, token, claimed)
             finally:
                 request.attempt = None
-            if token is not None:  # by a batch
-                note_end(request, outcome)
+            note_end(request, outcome)
             if not (isinstance(outcome, Release) and delivery.is_eager):
                 return outcome
             if outcome.give_back and outcome.cause is not None:

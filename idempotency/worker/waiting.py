@@ -18,6 +18,7 @@ from billiard.exceptions import SoftTimeLimitExceeded
 from sqlalchemy.exc import DataError, IntegrityError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
+from ..attempt.heartbeat import JobTime
 from ..errors import CallRefused, Unanswered, UnknownVersion
 from ..observe import metrics
 from ..observe.logs import log
@@ -47,7 +48,7 @@ _worker_limit: float | None = None
 
 @dataclass(slots=True)
 class Budget:
-    """What the deliveries of one job of the pool may wait for together. `limit`: the job's shorter time limit, in seconds."""
+    """What the deliveries of one job of the pool share: how long they may wait, and its time. `limit`: its shorter time limit, in seconds."""
 
     limit: float | None = None
     began: float = field(default_factory=time.monotonic)
@@ -55,8 +56,7 @@ class Budget:
     is_spent: bool = False
     # Seconds that some of them have waited in vain, all together.
     in_vain: float = 0.0
-    # Called again and again while one of them waits: the others wait for it.
-    while_waiting: Callable[[], None] = lambda: None
+    job: JobTime = field(default_factory=JobTime)
 
 
 class Waiting:
@@ -118,7 +118,7 @@ class Waiting:
         end = min(time.monotonic() + self._pause, self._until())
         while (left := end - time.monotonic()) > 0 and not is_stopping():
             time.sleep(min(left, GLANCE))
-            self._budget.while_waiting()
+            self._budget.job.restart()  # the others wait for this one
 
     def _log_once(self, error: BaseException) -> None:
         news = is_news(error)  # asked each time, so that a long outage stays one

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import gevent  # type: ignore[import-untyped]
 import pytest
+from billiard.common import _shutdown_cleanup, clear_terminate_handler_fired
 from billiard.exceptions import SoftTimeLimitExceeded
+from billiard.pool import soft_timeout_sighandler
 from celery import Celery
 from celery.app.task import Context
 from celery.app.trace import trace_task_ret
@@ -24,6 +29,7 @@ from idempotency.attempt.policy import Policy
 from idempotency.attempt.runtime import Runtime
 from idempotency.store import batches
 from idempotency.wire.delivery import Delivery
+from idempotency.wire.headers import ORIGIN_HEADER
 from idempotency.worker import batch
 from idempotency.worker.batching import _Job
 from idempotency.worker.revocation import revoke_terminated
@@ -42,6 +48,19 @@ WHEN (NEW.key = 'e3' AND NEW.status = 'released') EXECUTE FUNCTION refuse();
 LIMIT = 3.0
 
 __all__ = ["app"]
+
+
+@pytest.fixture
+def in_the_pool() -> Iterator[None]:
+    """With the handlers of signals that a process of Celery's pool has."""
+    before = {number: signal.getsignal(number) for number in batch.ENDING}
+    for number in batch.ENDING:
+        signal.signal(number, _shutdown_cleanup)
+    signal.signal(signal.SIGUSR1, soft_timeout_sighandler)
+    yield
+    clear_terminate_handler_fired()
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @app.task(base=IdempotentTask, bind=True, key="{account}", batch=20, batch_wait=1.0, batch_commit="each")
@@ -111,8 +130,14 @@ def test_what_is_next_when_a_process_exits_is_given_back(bank: Celery, engine: E
     assert accounts(engine) == {"e0": [1], "e1": [1], "e2": [1]}
 
 
-def test_what_is_terminated_among_greenlets_ends_and_the_others_come_again(bank: Celery, engine: Engine) -> None:
-    """`revoke(e1, terminate=True)` while e0 runs: gevent.kill raises GreenletExit in e0's body, and e1's record is marked."""
+@pytest.mark.parametrize("origin", ["", "resend"])
+def test_what_is_terminated_among_greenlets_ends_and_the_others_come_again(
+    bank: Celery, engine: Engine, origin: str
+) -> None:
+    """`revoke(e1, terminate=True)` while e0 runs: gevent.kill raises GreenletExit in e0's body, and e1's record is marked.
+
+    Also if e0 is a message that a relay has sent again, which is claimed by itself.
+    """
     entered: list[str] = []
     messages: list[Any] = []
 
@@ -127,11 +152,56 @@ def test_what_is_terminated_among_greenlets_ends_and_the_others_come_again(bank:
 
     task = each(bank, body)
     messages += many(bank, task)
+    if origin:
+        messages[0][1][ORIGIN_HEADER] = origin
     assert [result is None for result in run(bank, task, *messages)] == [False, True, True]
     assert states(engine) == dict.fromkeys(("e0", "e1", "e2"), "released")
     run(bank, task, *messages[1:])
     assert entered == ["e0", "e2"]
     assert states(engine) == {"e0": "released", "e1": "failed", "e2": "completed"}
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("commit", ["each", "together"])
+def test_what_is_terminated_behind_a_body_that_handles_that_ends_and_the_others_come_again(
+    bank: Celery, engine: Engine, in_the_pool: None, commit: str, number: int
+) -> None:
+    """`revoke(e1, terminate=True)` while e0 runs: the signal raises in e0's body, once, and e1's record is marked."""
+    entered: list[str] = []
+    messages: list[Any] = []
+
+    def body(self: IdempotentTask, account: str) -> None:
+        entered.append(account)
+        if entered == ["e0"]:
+            _, request, *_ = messages[1]
+            revoke_terminated(task, Context(request, args=["e1"], kwargs={}))
+            with suppress(BaseException):
+                os.kill(os.getpid(), number)
+        put(self, account)
+
+    task = make_task(bank, body, key="{account}", batch=10, batch_commit=commit)
+    messages += many(bank, task)
+    results = run(bank, task, *messages)
+    assert [result is None for result in results] == [commit == "together", True, True]
+    run(bank, task, *(each for each, result in zip(messages, results, strict=True) if result is None))
+    assert "e1" not in entered
+    assert states(engine) == {"e0": "completed", "e1": "failed", "e2": "completed"}
+    assert accounts(engine) == {"e0": [1], "e2": [1]}
+
+
+def test_a_body_behind_others_has_the_whole_max_run(bank: Celery, engine: Engine) -> None:
+    """It counts from the end of what was before, and not from when its claim was made or last renewed."""
+    ended: list[float] = []
+
+    def body(self: IdempotentTask, account: str) -> None:
+        put(self, account)
+        if ended:
+            assert self.request.attempt._holding.run_started_at > ended[-1]
+        ended.append(time.monotonic())
+
+    task = each(bank, body, max_attempts=1)
+    run(bank, task, *many(bank, task))
+    assert states(engine) == dict.fromkeys(("e0", "e1", "e2"), "completed")
 
 
 @pytest.mark.long

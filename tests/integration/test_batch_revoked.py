@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import redis
 from celery import Celery, signals
-from sqlalchemy import Engine
+from sqlalchemy import Engine, text
 
 from idempotency import IdempotentTask
 from tests.support import batched, crashing
 from tests.support.batches import queued, states
 from tests.support.processes import Processes, eventually
+from tests.support.tasks import transactional
 
 app = batched.app
 
@@ -63,3 +64,22 @@ def test_what_is_completed_is_not_said_to_be_revoked(
     worker.terminate()
     assert worker.process.wait(60) == 0
     assert queued(bank) == 0
+
+
+@pytest.mark.long
+def test_a_whole_batch_is_terminated_and_one_of_it_waits_for_postgres(
+    bank: Celery, engine: Engine, processes: Processes, environment: dict[str, str]
+) -> None:
+    """All of them wait in the worker's main process, one after the other, and every other task behind them."""
+    crashing.plan(environment["CRASH_DIRECTORY"], "working", crashing.HOLD)
+    held = Path(environment["CRASH_DIRECTORY"]) / "working.held"
+    for number in range(4):
+        post.apply_async((f"e{number}", "works" if number == 0 else ""), task_id=f"revoked-{number}")
+    worker = processes.worker("--concurrency", "1", app=__name__)
+    eventually(held.exists, what="the first body runs")
+    with transactional(engine).begin() as connection:
+        connection.execute(text("SELECT FROM idempotency.records FOR UPDATE"))
+        bank.control.revoke([f"revoked-{number}" for number in range(4)], terminate=True)
+        eventually(lambda: worker.log.count("revoke_failed") == 4, timeout=60, what="none of them is marked")
+    assert worker.log.count("not asked") == 3
+    eventually(lambda: states(engine) == dict.fromkeys(("e0", "e1", "e2", "e3"), "failed"), timeout=60)

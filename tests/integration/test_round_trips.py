@@ -13,7 +13,7 @@ from benchmarks.round_trips import counted
 from idempotency import IdempotentTask, OperationId
 from idempotency.application import runtime_of
 from idempotency.attempt.batch import claim_together
-from idempotency.attempt.heartbeat import RunClock
+from idempotency.attempt.heartbeat import JobTime
 from idempotency.store.inserting import is_partitioned
 from idempotency.wire.delivery import Delivery
 from tests.support.deliveries import Deliveries
@@ -73,7 +73,7 @@ def test_a_thousand_leases_are_renewed_by_one_round_trip(bank: Celery, engine: E
     deliveries = [
         Delivery(OperationId("default", "t", f"k{number:04}"), "f" * 64, {}, message="{}") for number in range(1000)
     ]
-    answers = claim_together(runtime, deliveries, [f"{n:032x}" for n in range(len(deliveries))], RunClock())
+    answers = claim_together(runtime, deliveries, [f"{n:032x}" for n in range(len(deliveries))], JobTime())
     until = text("SELECT min(locked_until) FROM idempotency.records")
     with engine.connect() as connection:
         before = connection.execute(until).scalar_one()
