@@ -30,6 +30,7 @@ from ..wire.limits import BODY_LIMIT, too_much_to_send
 from . import signed_calls
 from .prepared import note_interrupted
 from .using import check_sent
+from .waiting import is_stopping
 
 if TYPE_CHECKING:
     from .calls import KeyedTask
@@ -170,6 +171,8 @@ def owed(task: KeyedTask, what: str) -> Iterator[None]:
         # some OSErrors are ValueErrors, too; and an eager call has run it
         elif isinstance(error, NEVER_SENT) and not isinstance(error, OSError) and not request.is_eager:
             raise UnsupportedControl(f"{what} cannot be sent: {describe(error)}") from error
+        if is_stopping():  # the broker may be away, and each of its batch would wait for that
+            note_interrupted(request)
         log.warning("not_sent", task=task.name, task_id=request.id, error=describe(error))
         raise Unanswered(f"{task.name}: {what} could not be sent") from error
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
@@ -13,7 +14,7 @@ from typing import Any
 
 import psycopg
 import pytest
-from celery import Celery, _state
+from celery import Celery, Task, _state
 from celery.concurrency.gevent import TaskPool as Greenlets
 from celery.concurrency.thread import TaskPool as Threads
 from sqlalchemy import Engine, text
@@ -239,3 +240,34 @@ def test_a_worker_that_is_told_to_stop_begins_no_further_message(
     held.with_name("working.go").touch()
     assert worker.process.wait(60) == 0
     assert states(engine) == {"e0": "completed"} | {f"e{n}": "released" for n in range(1, 6)}
+
+
+@pytest.mark.parametrize(("stops", "tried"), [(False, 3), (True, 1)])
+def test_a_worker_that_is_told_to_stop_tries_one_broker_that_is_away_once(
+    bank: Celery, engine: Engine, stops: bool, tried: int
+) -> None:
+    """Each of them has ended and owes a callback; what is not sent now is sent when its message has come again."""
+    sent: list[Any] = []
+
+    class Away(Task):
+        def apply_async(self, args: Any = None, kwargs: Any = None, **_: Any) -> Any:
+            sent.append(args)
+            raise ConnectionError("the broker is away")
+
+    def body(self: IdempotentTask, account: str) -> None:
+        put(self, account)
+        if stops:
+            waiting.note_shutdown()
+
+    def follow(result: Any) -> None: ...
+
+    callback = bank.task(name="away", base=Away)(follow).s()
+    task = make_task(bank, body, key="{account}", batch=10)
+    bodies = [json.dumps([[f"e{n}"], {}, {"callbacks": [callback]}]) for n in range(3)]
+    try:
+        results = run(bank, task, *(message(bank, task, body=each) for each in bodies))
+    finally:
+        waiting.note_start()
+    assert states(engine) == dict.fromkeys(("e0", "e1", "e2"), "completed")
+    assert len(sent) == tried
+    assert results.count(None) == 3 - tried
