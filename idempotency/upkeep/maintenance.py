@@ -208,58 +208,78 @@ def purge_once(app: Celery, *, limit: int, pace: Pace = past.RESTING) -> Purged:
     """
     runtime = runtime_of(app)
     settings, service = runtime.settings, runtime.settings.service
-    letters_kept, horizon = settings.retention_dead_letters, settings.redelivery_horizon
     with runtime.autocommit() as connection:
-        deleted_letters, more = past.letters(connection, service, retention=letters_kept, limit=limit, pace=pace)
-        dropped, more_partitions, late = partitions.keep_up(
-            connection, service, retention=settings.retention_completed, horizon=horizon, limit=limit, pace=pace
-        )
-        pace.progressed()
-        operations, more_operations = past.operations(
-            connection, service, horizon=horizon, limit=limit, late=late, pace=pace
-        )
-        operations += dropped
-        pace.progressed()
-        abandoned = past.end_abandoned(
-            connection,
-            service,
-            retention=settings.retention_http,
-            end=lambda names: _end_abandoned(runtime, names),
-            pace=pace,
-        )
-        passed = past.end_passed_over(
-            connection,
-            service,
-            retention=settings.redelivery_horizon,
-            end=lambda names: _end_passed_over(runtime, names),
-            pace=pace,
-        )
-        requests, more_requests = past.requests(
-            connection, service, retention=settings.retention_http, limit=limit, pace=pace
-        )
-        more, rows = more or more_partitions or more_operations or more_requests, 0
-        for status, retention in (
-            ("published", settings.retention_completed),
-            ("failed", settings.retention_failed),
-        ):
-            deleted, more_rows = past.rows(
-                connection, service, status, retention=retention, horizon=horizon, limit=limit, pace=pace
-            )
-            more, rows = more or more_rows, rows + deleted
-        alerts_kept = max(letters_kept, settings.alert_interval * alerts.ALARM_INTERVALS)
-        for forget, kept in (
-            (forgetting.events, settings.retention_events),
-            (forgetting.observed, settings.retention_failed),
-            (forgetting.deliveries, settings.retention_webhooks),
-        ):
-            more |= forget(connection, service, retention=kept, limit=limit, pace=pace)
-        more |= forgetting.former_requests(connection, limit=limit, pace=pace)
-        waiters.forget(connection)
-        forgetting.alerts(connection, retention=alerts_kept)
-        forgetting.set_aside(connection)
+        kept = settings.retention_dead_letters
+        deleted_letters, more_letters = past.letters(connection, service, retention=kept, limit=limit, pace=pace)
+        operations, more_operations = _purge_operations(connection, settings, limit, pace)
+        _end_what_nobody_repeats(runtime, connection, pace)
+        kept = settings.retention_http
+        requests, more_requests = past.requests(connection, service, retention=kept, limit=limit, pace=pace)
+        rows, more_rows = _purge_rows(connection, settings, limit, pace)
+        more_beside = _forget_beside(connection, settings, limit, pace)
+    metrics.purged.inc(operations + requests)
+    more = more_letters or more_operations or more_requests or more_rows or more_beside
+    return Purged(operations + requests, rows, deleted_letters, more)
+
+
+def _purge_operations(connection: Connection, settings: Settings, limit: int, pace: Pace) -> tuple[int, bool]:
+    """How many are deleted, those in dropped partitions too, and whether there are more."""
+    service, horizon = settings.service, settings.redelivery_horizon
+    dropped, more_partitions, late = partitions.keep_up(
+        connection, service, retention=settings.retention_completed, horizon=horizon, limit=limit, pace=pace
+    )
+    pace.progressed()
+    deleted, more = past.operations(connection, service, horizon=horizon, limit=limit, late=late, pace=pace)
+    pace.progressed()
+    return dropped + deleted, more_partitions or more
+
+
+def _end_what_nobody_repeats(runtime: Runtime, connection: Connection, pace: Pace) -> None:
+    """HTTP requests that were abandoned, and messages of streams that were passed over."""
+    settings, service = runtime.settings, runtime.settings.service
+    abandoned = past.end_abandoned(
+        connection,
+        service,
+        retention=settings.retention_http,
+        end=lambda names: _end_abandoned(runtime, names),
+        pace=pace,
+    )
     if abandoned:
         log.warning("requests_abandoned", operations=abandoned)
+    passed = past.end_passed_over(
+        connection,
+        service,
+        retention=settings.redelivery_horizon,
+        end=lambda names: _end_passed_over(runtime, names),
+        pace=pace,
+    )
     if passed:
         log.warning("stream_messages_passed_over", operations=passed)
-    metrics.purged.inc(operations + requests)
-    return Purged(operations + requests, rows, deleted_letters, more)
+
+
+def _purge_rows(connection: Connection, settings: Settings, limit: int, pace: Pace) -> tuple[int, bool]:
+    """How many rows of the outbox without operations are deleted, and whether there are more."""
+    service, horizon, rows, more = settings.service, settings.redelivery_horizon, 0, False
+    for status, kept in (("published", settings.retention_completed), ("failed", settings.retention_failed)):
+        deleted, more_rows = past.rows(
+            connection, service, status, retention=kept, horizon=horizon, limit=limit, pace=pace
+        )
+        rows, more = rows + deleted, more or more_rows
+    return rows, more
+
+
+def _forget_beside(connection: Connection, settings: Settings, limit: int, pace: Pace) -> bool:
+    """Forget what is kept beside operations. Returns whether there is more."""
+    service, more = settings.service, False
+    for forget, kept in (
+        (forgetting.events, settings.retention_events),
+        (forgetting.observed, settings.retention_failed),
+        (forgetting.deliveries, settings.retention_webhooks),
+    ):
+        more |= forget(connection, service, retention=kept, limit=limit, pace=pace)
+    more |= forgetting.former_requests(connection, limit=limit, pace=pace)
+    waiters.forget(connection)
+    alerts_kept = max(settings.retention_dead_letters, settings.alert_interval * alerts.ALARM_INTERVALS)
+    forgetting.alerts(connection, retention=alerts_kept)
+    forgetting.set_aside(connection)
+    return more
