@@ -111,7 +111,7 @@ def kafka(
 
 def _services() -> Services:
     """Those of the state directory. An address that `env` has put into this shell is not another server's."""
-    ours = Services(STATE, given={}).environment().items()
+    ours = Services(STATE, given={}).environment().items() if STATE.exists() else ()
     return Services(STATE, given=dict(os.environ.items() - ours))
 
 

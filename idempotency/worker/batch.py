@@ -92,21 +92,21 @@ def _noting_signals(job: JobTime) -> Iterator[None]:
     if signal.getsignal(signal.SIGUSR1) is not soft_timeout_sighandler:  # not in a process of Celery's pool
         yield
         return
-    before = {number: signal.getsignal(number) for number in ENDING}
+    # what ends the process, as a second SIGTERM, or is ignored, stays so
+    before = {number: handler for number in ENDING if callable(handler := signal.getsignal(number))}
 
     def note(number: int, frame: FrameType | None) -> None:
         job.is_interrupted = True
-        if callable(handler := before[signal.Signals(number)]):
-            handler(number, frame)
+        before[signal.Signals(number)](number, frame)
 
-    for number in ENDING:
-        signal.signal(number, note)
     try:
+        for number in before:
+            signal.signal(number, note)
         yield
     finally:
-        for number in ENDING:
-            if signal.getsignal(number) is note:  # a first SIGTERM makes the second one fatal
-                signal.signal(number, before[number])
+        for number, handler in before.items():
+            if signal.getsignal(number) is note:
+                signal.signal(number, handler)
 
 
 def _try_to_prepare(task: IdempotentTask[..., Any], decoded: Sequence[Decoded], job: JobTime) -> bool:

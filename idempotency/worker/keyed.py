@@ -54,8 +54,8 @@ class Keyed(TypedTask[P, R_co], Generic[P, R_co]):
     acks_on_failure = True
     if not hasattr(Task, "acks_on_timeout"):  # Celery 5.5 and 5.6 have one option for both
         acks_on_failure_or_timeout = False
-    # Celery logs results and sends them to Flower; a result may hold what neither should show. Not one character is shown:
-    # the first alone tells true from false.
+    # Celery logs results and sends them to Flower; a result may hold what neither should show. Not one character of a value is
+    # shown, for the first alone tells true from false; before Celery 5.7, a list or a dictionary shows how it ends.
     resultrepr_maxsize = 0
     # What Celery would do outside the attempt: see `hooks`.
     tracks_attempts: ClassVar[bool] = False

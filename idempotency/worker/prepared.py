@@ -25,7 +25,7 @@ from ..attempt.policy import Policy
 from ..attempt.run import Outcome
 from ..attempt.runtime import Runtime
 from ..attempt.tracing import BatchSpans
-from ..store.answers import Claimed
+from ..store.answers import Busy, Claimed
 from ..wire.delivery import Delivery
 from ..wire.keys import OperationId
 from .deliveries import delivery_of, is_under_another
@@ -77,8 +77,8 @@ def note_begun(request: Any) -> None:
 
 
 def note_end(request: Any, outcome: Outcome) -> None:
-    """Note that Postgres has answered, and whether a time limit or the end of its greenlet has ended the body."""
-    if (budget := budget_of(request)) is not None:
+    """Note that Postgres has answered, unless Redis has, and whether a time limit or the end of its greenlet has ended the body."""
+    if (budget := budget_of(request)) is not None and not isinstance(outcome, Busy):
         budget.is_spent = False
     error = getattr(outcome, "cause", None) or getattr(outcome, "error", None)
     if isinstance(error, SoftTimeLimitExceeded) or not isinstance(error, Exception | CancelledError | None):

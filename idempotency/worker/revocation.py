@@ -109,14 +109,13 @@ class Request(KeyedRequest):
         if not terminated:
             self._request_dict["headers"][REVOKED_HEADER] = True
             return
-        comes_back = self._mark()
-        if comes_back is not False:
-            self.reject(requeue=True)
-        if not comes_back:
+        if self._is_marked():
             super()._announce_revoked(reason, terminated, signum, expired)
+        else:  # its record answers it, or it ends as revoked: this worker remembers the revoke
+            self.reject(requeue=True)
 
-    def _mark(self) -> bool | None:
-        """`revoke_terminated`. None: not marked, so not acknowledged: the message comes back, and this worker remembers the revoke."""
+    def _is_marked(self) -> bool:
+        """Whether its operation will end as revoked without this message, as far as Postgres has answered."""
         global _rests_until
         if (began := time.monotonic()) < _rests_until:
             log.warning(
@@ -125,14 +124,14 @@ class Request(KeyedRequest):
                 task_id=self.id,
                 error="not asked: there was no answer about another one",
             )
-            return None
+            return False
         try:
-            return revoke_terminated(self._task, self._context)
+            return not revoke_terminated(self._task, self._context)
         except Exception:
             log.exception("revoke_failed", task=self.name, task_id=self.id)
             if time.monotonic() - began > QUICK:
                 _rests_until = time.monotonic() + REST
-            return None
+            return False
 
 
 def _nested(headers: dict[str, Any]) -> dict[str, Any]:

@@ -161,6 +161,21 @@ def test_what_is_terminated_among_greenlets_ends_and_the_others_come_again(
     assert states(engine) == {"e0": "released", "e1": "failed", "e2": "completed"}
 
 
+@pytest.mark.parametrize("left", [signal.SIG_DFL, signal.SIG_IGN])
+def test_a_signal_that_raises_nothing_is_left_as_it_is(bank: Celery, in_the_pool: None, left: Any) -> None:
+    """As after a first SIGTERM, or an event loop that has handled it: the next one has to end the process."""
+    found: list[Any] = []
+
+    def body(self: IdempotentTask, account: str) -> None:
+        found.append(signal.getsignal(signal.SIGTERM))
+
+    signal.signal(signal.SIGTERM, left)
+    task = each(bank, body)
+    run(bank, task, *many(bank, task, 2))
+    assert [*found, signal.getsignal(signal.SIGTERM)] == [left] * 3
+    assert signal.getsignal(signal.SIGUSR1) is soft_timeout_sighandler
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 @pytest.mark.parametrize("commit", ["each", "together"])
 def test_what_is_terminated_behind_a_body_that_handles_that_ends_and_the_others_come_again(

@@ -74,12 +74,15 @@ def test_a_whole_batch_is_terminated_and_one_of_it_waits_for_postgres(
     crashing.plan(environment["CRASH_DIRECTORY"], "working", crashing.HOLD)
     held = Path(environment["CRASH_DIRECTORY"]) / "working.held"
     for number in range(4):
-        post.apply_async((f"e{number}", "works" if number == 0 else ""), task_id=f"revoked-{number}")
-    worker = processes.worker("--concurrency", "1", app=__name__)
-    eventually(held.exists, what="the first body runs")
+        post.apply_async((f"e{number}", "works" if number == 1 else ""), task_id=f"revoked-{number}")
+    worker = processes.worker("--concurrency", "1", app=__name__, REVOKED_BACKEND=environment["REDIS_URL"])
+    eventually(held.exists, what="the second body runs")
     with transactional(engine).begin() as connection:
         connection.execute(text("SELECT FROM idempotency.records FOR UPDATE"))
         bank.control.revoke([f"revoked-{number}" for number in range(4)], terminate=True)
         eventually(lambda: worker.log.count("revoke_failed") == 4, timeout=60, what="none of them is marked")
     assert worker.log.count("not asked") == 3
-    eventually(lambda: states(engine) == dict.fromkeys(("e0", "e1", "e2", "e3"), "failed"), timeout=60)
+    ended = {"e0": "completed"} | dict.fromkeys(("e1", "e2", "e3"), "failed")
+    eventually(lambda: states(engine) == ended, timeout=60)
+    eventually(lambda: worker.log.count("announced as revoked") == 3, timeout=60)
+    assert "announced as revoked: revoked-0" not in worker.log

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import psycopg
 import pytest
+from celery.app.task import Context
 from sqlalchemy.exc import OperationalError
 
+from idempotency.attempt.endings import Ended
 from idempotency.observe import outages
 from idempotency.observe.outages import Outage, Pauses
 from idempotency.observe.unreachable import reason
+from idempotency.store.answers import Busy
 from idempotency.store.statements import is_news
+from idempotency.worker.prepared import BUDGET, note_end
+from idempotency.worker.waiting import Budget
 
 
 class Clock:
@@ -82,3 +89,11 @@ def test_pauses_grow_until_there_is_an_answer() -> None:
 )
 def test_why_a_server_is_away_is_said_without_its_own_words(error: psycopg.Error, why: str) -> None:
     assert (reason(refused(error)), reason(error)) == (why, why)
+
+
+@pytest.mark.parametrize(("outcome", "is_spent"), [(Busy(), True), (Ended(ValueError("no")), False)])
+def test_what_redis_has_answered_is_no_answer_of_postgres(outcome: Any, is_spent: bool) -> None:
+    """A hint says that another delivery runs: Postgres may be as far away as when the one before waited for it in vain."""
+    budget = Budget(is_spent=True)
+    note_end(Context({BUDGET: budget}), outcome)
+    assert budget.is_spent is is_spent
