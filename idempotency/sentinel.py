@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import unquote
 
@@ -47,8 +48,6 @@ def client_of_primary(address: str, **options: Any) -> Redis:
     User and password are those of the Sentinels, too. `options`: of every connection. A connection asks the Sentinels when it is
     opened, and again once its server refuses writes. Raises `ValueError` for what is no address.
     """
-    from redis.sentinel import Sentinel
-
     scheme, _, rest = address.partition("://")
     hosts, login, name, database = sentinels(rest)
     if scheme == "sentinels":
@@ -56,9 +55,24 @@ def client_of_primary(address: str, **options: Any) -> Redis:
     user, _, password = login.partition(":")
     options |= {"username": unquote(user) or None, "password": unquote(password) or None}
     of_sentinels = {option: value for option, value in options.items() if option != "decode_responses"}
-    untyped: Any = Sentinel
-    client: Redis = untyped(hosts, sentinel_kwargs=of_sentinels, **options).master_for(name, db=database)
+    client: Redis = _asked()(hosts, sentinel_kwargs=of_sentinels, **options).master_for(name, db=database)
     return client
+
+
+@cache
+def _asked() -> Any:
+    """redis-py's `Sentinel`, which keeps no connection to those that it has asked: every process would come to have one to each."""
+    from redis.sentinel import Sentinel
+
+    class Asked(Sentinel):
+        def discover_master(self, service_name: str) -> Any:
+            try:
+                return super().discover_master(service_name)  # type: ignore[no-untyped-call]
+            finally:
+                for each in self.sentinels:
+                    each.connection_pool.disconnect(inuse_connections=False)
+
+    return Asked
 
 
 def watch(client: Redis) -> Watch:

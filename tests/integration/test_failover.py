@@ -8,6 +8,7 @@ from typing import Any
 from urllib.parse import urlsplit
 from uuid import uuid4
 
+import psutil
 import psycopg
 import pytest
 from celery import Celery
@@ -244,6 +245,16 @@ def test_hints_follow_the_primary_and_the_doctor_counts_the_sentinels(trio: Sent
     assert works(hints)
     for each in trio.sentinels[1:]:
         each.start()
+
+
+@pytest.mark.long
+def test_no_connection_to_a_sentinel_outlives_its_answer(trio: SentinelSet, hints: Hints) -> None:
+    """While the first ones do not know, the next is asked: a process would keep one more to each with every failover."""
+    assert works(hints)
+    ports = {each.port for each in trio.sentinels}
+    mine = psutil.Process().net_connections(kind="tcp")
+    assert trio.primary.port in {each.raddr.port for each in mine if each.raddr}
+    assert not [each for each in mine if each.raddr and each.raddr.port in ports]
 
 
 @pytest.mark.long
