@@ -307,7 +307,7 @@ def parse_celery(arguments: list[str]) -> None:
     with celery_command.make_context("celery", list(arguments)) as context:
         _, found, rest = celery_command.resolve_command(context, left_over(context))
         assert found is not None
-        with click.Context(found, parent=context) as inner:
+        with click.Context(found, parent=context, **found.context_settings) as inner:  # Flower reads its options itself
             _, left, _ = found.make_parser(inner).parse_args(rest)
         assert left == []
 
