@@ -14,6 +14,7 @@ from typing import Any
 from idempotency.attempt import hints
 from idempotency.attempt.hints import Hint
 from idempotency.broker import publisher
+from idempotency.broker.channel import BrokerChannel
 from idempotency.store import claims, effects, ends, operations, outbox, undelivered
 
 
@@ -61,14 +62,14 @@ def status(removal: Removal) -> None:
 
 def confirm(removal: Removal) -> None:
     """What was sent counts as published: no confirm is awaited."""
-    connect = publisher.Publisher._connect
+    connect = BrokerChannel._connect
 
     def connect_without(self: Any) -> Any:
         channel = connect(self)
         self._confirms = False
         return channel
 
-    removal.set(publisher.Publisher, "_connect", connect_without)
+    removal.set(BrokerChannel, "_connect", connect_without)
 
 
 def mandatory(removal: Removal) -> None:
